@@ -1,0 +1,123 @@
+"""The configuration of one run: the `[engine]`, `[model]` and `[scale]` tables and the options of a replay.
+
+Pure but for reading files. Everything a node needs to play its role is in ``RunConfig``, a frozen value that
+crosses processes as JSON. ``topology`` reads its own tables of the same file and never sees these.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from .errors import ConfigError
+
+__all__ = ["EngineConfig", "ModelConfig", "ReplayConfig", "RunConfig", "ScaleConfig", "load_config"]
+
+PathChoice = Literal["pe", "de", "auto"]
+BackendName = Literal["digest", "toy"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sizes and limits of an engine and its node, in model units.
+
+    Buffers: paper section 2 (80 GB a node for the DS models). ``de_hbm_kv_gb``: what 80 GB of HBM leave beside
+    the weights under EP over 16-32 GPUs (660 GB / 16 = 41 GB) and activations. ``pe_hbm_kv_gb``: 150 K tokens
+    of DS 660B (the study of the paper's numbers). ``rpc_latency_s`` is one way.
+    """
+
+    pe_buffer_gb: float = 80.0
+    de_buffer_gb: float = 80.0
+    pe_hbm_kv_gb: float = 6.4
+    de_hbm_kv_gb: float = 30.0
+    quota_s: float = 0.300
+    batch_tokens: int = 8192
+    rpc_latency_s: float = 20e-6
+    block_tokens: int = 64
+    read_message_blocks: int = 32
+    stripe_blocks: int = 32
+
+    def __post_init__(self) -> None:
+        for name in ("pe_buffer_gb", "de_buffer_gb", "pe_hbm_kv_gb", "de_hbm_kv_gb", "quota_s"):
+            value = getattr(self, name)
+            if not 0 < value < float("inf"):
+                raise ValueError(f"{name} = {value}: expected a positive, finite number")
+        if not 0 <= self.rpc_latency_s < 1:
+            raise ValueError(f"rpc_latency_s = {self.rpc_latency_s}: expected 0 to 1 s")
+        for name in ("batch_tokens", "block_tokens", "read_message_blocks", "stripe_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
+
+
+class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``name``: a bundled shape or a TOML file; ``backend``: what computes; ``costs``: a measured CSV or ''."""
+
+    name: str = "ds660b"
+    backend: BackendName = "digest"
+    costs: str = ""
+
+
+class ScaleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``kv_bytes``: emulated KV bytes per token and layer; ``dilation``: wall seconds per model second."""
+
+    kv_bytes: int = 1
+    dilation: float = 10.0
+
+
+class ReplayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The options of one replay. Exactly one of ``agents`` (closed loop) and ``aps`` (open loop) is set."""
+
+    system: str = "dualpath"
+    path: PathChoice = "auto"
+    agents: int | None = None
+    aps: float | None = None
+    think: Literal["zero", "trace"] = "zero"
+    warm: bool = False
+    seed: int = 0
+
+
+class RunConfig(msgspec.Struct, frozen=True):
+    """All that a node needs: ``topology`` is ``topology.spec.ClusterSpec`` as plain data."""
+
+    topology: dict[str, Any]
+    engine: EngineConfig = EngineConfig()
+    model: ModelConfig = ModelConfig()
+    scale: ScaleConfig = ScaleConfig()
+    replay: ReplayConfig = ReplayConfig()
+
+
+def load_config(path: Path | None) -> tuple[EngineConfig, ModelConfig, ScaleConfig]:
+    """Read `[engine]`, `[model]` and `[scale]` of a TOML file (all optional; None: the defaults).
+
+    Raises ConfigError with the file, the key's path and a suggestion for an unknown key.
+    """
+    if path is None:
+        return EngineConfig(), ModelConfig(), ScaleConfig()
+    try:
+        with path.open("rb") as file:
+            data = tomllib.load(file)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: not readable as TOML: {error}") from None
+    return (
+        _table(path, data, "engine", EngineConfig),
+        _table(path, data, "model", ModelConfig),
+        _table(path, data, "scale", ScaleConfig),
+    )
+
+
+def _table(path: Path, data: dict[str, Any], name: str, kind: Any) -> Any:
+    table = data.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {name}: expected a table [{name}]")
+    for key in table:
+        if key not in kind.__struct_fields__:
+            near = difflib.get_close_matches(key, kind.__struct_fields__, 1)
+            hint = f"; did you mean {near[0]}?" if near else f"; known keys: {', '.join(kind.__struct_fields__)}"
+            raise ConfigError(f"{path}: {name}.{key}: unknown key{hint}")
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: [{name}]: {error}") from None

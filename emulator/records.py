@@ -1,0 +1,131 @@
+"""What a run leaves behind, before anything is computed from it: the raw records of every process.
+
+Pure values. All times are model seconds since the run's epoch, absent (None) where the phase was not
+reached; all bytes are payload bytes. ``metrics``, ``verify`` and ``judge`` are functions of these.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from .fabric.interface import PortBytes, TransferBytes
+
+__all__ = [
+    "BatchRecord",
+    "Decision",
+    "HostSample",
+    "NodeRecord",
+    "PoolRecord",
+    "RequestRecord",
+    "RunRecords",
+]
+
+Path = Literal["pe", "de"]
+Status = Literal["done", "failed", "cancelled"]
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One request (one turn of a trajectory), in the order of its phases.
+
+    arrived: the predecessor's last token plus think time, or the open-loop arrival. eligible: the
+    predecessor's last block is committed. scheduled: engines and path are chosen. allocated: its buffers are
+    reserved. read: all hit blocks are in the buffer. computed: the last layer is computed (first chunk's
+    start is prefill_start). transferred: the whole prompt's KV is in DE HBM. first_token: the end of the
+    first decode step. last_token: the end of the last. settled: the last full block is committed.
+    """
+
+    id: str
+    trajectory: str
+    turn: int
+    status: Status
+    error: str | None = None
+    path: Path | None = None
+    pe: str | None = None
+    de: str | None = None
+    prompt_tokens: int
+    hit_tokens: int = 0
+    output_tokens: int
+    persisted_tokens: int = 0
+    arrived_s: float
+    eligible_s: float | None = None
+    scheduled_s: float | None = None
+    allocated_s: float | None = None
+    read_s: float | None = None
+    prefill_start_s: float | None = None
+    computed_s: float | None = None
+    transferred_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    settled_s: float | None = None
+    token_gaps: tuple[tuple[float, int], ...] = ()
+    """Gaps between consecutive visible tokens as (seconds, how many in a row); output_tokens - 1 in all."""
+    model_tokens: tuple[int, ...] = ()
+    """The model's own tokens: after the prompt, then after each forced output; output_tokens + 1 in all."""
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """One scheduling decision, as exported to decisions.jsonl and replayed from it."""
+
+    request: str
+    pe: str
+    de: str
+    path: Path
+    hit_blocks: int
+
+
+class BatchRecord(msgspec.Struct, frozen=True):
+    """One prefill forward: which requests, (cached, new) tokens of each, and its times."""
+
+    engine: str
+    index: int
+    requests: tuple[str, ...]
+    shape: tuple[tuple[int, int], ...]
+    started_s: float
+    ended_s: float
+
+
+class PoolRecord(msgspec.Struct, frozen=True):
+    """A pool after the run: conservation means free == total once everything is settled."""
+
+    pool: str
+    total: int
+    free: int
+    peak_used: int
+
+
+class HostSample(msgspec.Struct, frozen=True):
+    """How well this process kept up with the wall clock (absent in virtual time).
+
+    ``lateness_ms`` are (median, p99, max) of timer lateness in wall milliseconds, sampled all through the
+    run; ``cpu_s`` is the process's CPU time and ``wall_s`` the time it was measured over; ``retransmits``
+    are the TCP retransmissions of its queue pairs.
+    """
+
+    lateness_ms: tuple[float, float, float]
+    cpu_s: float
+    wall_s: float
+    retransmits: int
+
+
+class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What one node's process counted."""
+
+    node: str
+    sent: tuple[TransferBytes, ...] = ()
+    received: tuple[TransferBytes, ...] = ()
+    ports: tuple[PortBytes, ...] = ()
+    pools: tuple[PoolRecord, ...] = ()
+    batches: tuple[BatchRecord, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    host: HostSample | None = None
+
+
+class RunRecords(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole run. ``t0_s`` is the model time at which the clock of JCT started (after warming)."""
+
+    t0_s: float
+    ended_s: float
+    requests: tuple[RequestRecord, ...]
+    nodes: tuple[NodeRecord, ...]
