@@ -56,9 +56,10 @@ def _window(memory: Bytes, e: Extent) -> Bytes:
         raise IndexError(f"extent ends at {e.end}, memory has {memory.size} bytes")
     if e.contiguous:
         return memory[e.offset : e.offset + e.total].reshape(1, e.total)
-    return np.lib.stride_tricks.as_strided(
+    runs: Bytes = np.lib.stride_tricks.as_strided(
         memory[e.offset :], shape=(e.count, e.size), strides=(e.stride, 1), writeable=memory.flags.writeable
     )
+    return runs
 
 
 def gather(memory: Bytes, extents: Sequence[Extent]) -> Bytes:

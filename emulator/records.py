@@ -10,20 +10,48 @@ from typing import Literal
 
 import msgspec
 
-from .fabric.interface import PortBytes, TransferBytes
-
 __all__ = [
     "BatchRecord",
     "Decision",
     "HostSample",
     "NodeRecord",
     "PoolRecord",
+    "PortBytes",
     "RequestRecord",
     "RunRecords",
+    "TransferBytes",
 ]
 
 Path = Literal["pe", "de"]
 Status = Literal["done", "failed", "cancelled"]
+
+
+class TransferBytes(msgspec.Struct, frozen=True):
+    """Payload bytes and messages of one (transfer, source node, destination node), as one side counted it."""
+
+    transfer: str
+    src: str
+    dst: str
+    payload_bytes: int
+    messages: int
+
+
+class PortBytes(msgspec.Struct, frozen=True):
+    """One direction of one NIC on one lane, as this node's process counted it.
+
+    ``direction`` is ``read`` (bytes leave the node's memory through the NIC) or ``write`` (bytes enter it).
+    ``busy_s`` is the model time during which at least one message was outstanding on it,
+    ``busy_bytes`` what was placed meanwhile. ``windows`` are payload bytes per window of ``window_s``.
+    """
+
+    nic: str
+    direction: Literal["read", "write"]
+    lane: int
+    payload_bytes: int
+    messages: int
+    busy_s: float
+    window_s: float
+    windows: tuple[int, ...]
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,18 +26,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ..extent import Extent, total_bytes
+from ..records import PortBytes, TransferBytes
 
 __all__ = [
     "Endpoint",
     "Fabric",
     "Marks",
     "Method",
-    "PortBytes",
     "Region",
     "Segment",
     "Target",
     "Transfer",
-    "TransferBytes",
     "VirtualLane",
     "WriteStream",
 ]
@@ -196,34 +195,6 @@ class Method(Generic[Q, A]):
         self.name = name
         self.request = request
         self.reply = reply
-
-
-class TransferBytes(msgspec.Struct, frozen=True):
-    """Payload bytes and messages of one (transfer, source node, destination node), as one side counted it."""
-
-    transfer: str
-    src: str
-    dst: str
-    payload_bytes: int
-    messages: int
-
-
-class PortBytes(msgspec.Struct, frozen=True):
-    """One direction of one NIC on one lane, as this node's process counted it.
-
-    ``direction`` is ``read`` (bytes leave the node's memory through the NIC) or ``write`` (bytes enter it).
-    ``busy_s`` is the model time during which at least one message was outstanding on it,
-    ``busy_bytes`` what was placed meanwhile. ``windows`` are payload bytes per window of ``window_s``.
-    """
-
-    nic: str
-    direction: Literal["read", "write"]
-    lane: int
-    payload_bytes: int
-    messages: int
-    busy_s: float
-    window_s: float
-    windows: tuple[int, ...]
 
 
 class Fabric(ABC):
