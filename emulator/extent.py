@@ -55,7 +55,8 @@ def _window(memory: Bytes, e: Extent) -> Bytes:
     if e.end > memory.size:
         raise IndexError(f"extent ends at {e.end}, memory has {memory.size} bytes")
     if e.contiguous:
-        return memory[e.offset : e.offset + e.total].reshape(1, e.total)
+        row: Bytes = memory[e.offset : e.offset + e.total].reshape(1, e.total)
+        return row
     runs: Bytes = np.lib.stride_tricks.as_strided(
         memory[e.offset :], shape=(e.count, e.size), strides=(e.stride, 1), writeable=memory.flags.writeable
     )

@@ -1,0 +1,1 @@
+"""Scripts of the project; ``benches`` are the measurements behind ``scripts/bench``."""

@@ -1,0 +1,1 @@
+"""One module a benchmark, each with ``main(argv) -> exit code``, printing through ``figures``."""
