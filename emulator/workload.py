@@ -1,0 +1,406 @@
+"""What the agents will ask for: trajectories, their exact tokens, and when they arrive.
+
+Pure: values in, values out; no files, no clock, and randomness only from a seed given by the caller.
+
+A trajectory is one agent's requests in order. Its text is kept as *streams*: a stream is an endless-looking
+but finite run of tokens described by a few (length, seed) spans, and every turn is a cut through one stream,
+``prompt = stream[:p]`` and ``output = stream[p:p + g]``. Invariants that follow from this:
+
+- a later turn on the same stream finds in its prompt exactly what an earlier one was given and generated;
+- spans with equal seeds (one block id met in several places) hold equal tokens, so prefixes shared between
+  trajectories are shared token by token;
+- a context of any length costs a few vectorised operations and no storage.
+
+Must not import fabrics, roles, the topology or anything that does I/O.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import ConfigError
+
+__all__ = [
+    "VOCABULARY",
+    "Stream",
+    "Trajectory",
+    "Turn",
+    "Workload",
+    "WorkloadStats",
+    "block_seeds",
+    "closed_loop",
+    "cut",
+    "decode",
+    "encode",
+    "open_loop",
+    "seed_of",
+    "workload_stats",
+]
+
+VOCABULARY = 129_280
+"""Token ids are below this: the vocabulary of DeepSeek-V3."""
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
+
+
+class Stream(msgspec.Struct, frozen=True):
+    """Tokens as spans: token j of span k is a fixed function of ``seeds[k]`` (64 bits) and j."""
+
+    lengths: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) != len(self.seeds):
+            raise ValueError(f"a stream of {len(self.lengths)} lengths and {len(self.seeds)} seeds")
+        if self.lengths and min(self.lengths) < 1:
+            raise ValueError("a stream's spans hold at least one token each")
+
+    def __len__(self) -> int:
+        return sum(self.lengths)
+
+    def tokens(self, start: int, stop: int) -> NDArray[np.uint32]:
+        """Tokens [start, stop), ``uint32 (stop - start,)``, each below VOCABULARY."""
+        if not 0 <= start <= stop:
+            raise IndexError(f"tokens {start} to {stop}: no such range")
+        if start == stop:
+            return np.empty(0, np.uint32)
+        ends = np.cumsum(np.asarray(self.lengths, np.int64))
+        if not len(ends) or stop > ends[-1]:
+            raise IndexError(f"tokens {start} to {stop} of a stream of {len(self)}")
+        first = int(np.searchsorted(ends, start, "right"))
+        last = int(np.searchsorted(ends, stop - 1, "right")) + 1
+        here = ends[first:last]
+        begins = np.concatenate(([ends[first - 1] if first else 0], here[:-1]))
+        counts = np.minimum(here, stop) - np.maximum(begins, start)
+        offsets = np.arange(start, stop, dtype=np.int64) - np.repeat(begins, counts)
+        seeds = np.repeat(np.asarray(self.seeds[first:last], np.uint64), counts)
+        mixed = _mix(seeds + (offsets.view(np.uint64) + np.uint64(1)) * _STEP)
+        # A multiply and a shift maps 32 random bits onto the vocabulary without a division.
+        high = (mixed >> np.uint64(32)) * np.uint64(VOCABULARY)
+        return (high >> np.uint64(32)).astype(np.uint32)
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One request. ``prompt_tokens`` is the whole prompt, ``output_tokens`` the forced length of the answer.
+
+    The turn arrives ``think_s`` after its predecessor's last token, and not before ``arrival_s`` (model
+    seconds from the start of the replay) where that is set; a trajectory's first turn needs ``arrival_s``.
+    ``stream``: which of its trajectory's streams it is a cut of.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    think_s: float = 0.0
+    arrival_s: float | None = None
+    stream: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prompt_tokens < 1:
+            raise ValueError(f"prompt_tokens = {self.prompt_tokens}: expected 1 or more")
+        if self.output_tokens < 0:
+            raise ValueError(f"output_tokens = {self.output_tokens}: expected 0 or more")
+        if not (math.isfinite(self.think_s) and self.think_s >= 0):
+            raise ValueError(f"think_s = {self.think_s}: expected a finite number of seconds, 0 or more")
+        if self.arrival_s is not None and not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
+            raise ValueError(f"arrival_s = {self.arrival_s}: expected a finite number of seconds, 0 or more")
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and output together: the context that the turn leaves behind."""
+        return self.prompt_tokens + self.output_tokens
+
+
+class Trajectory(msgspec.Struct, frozen=True):
+    """One agent's turns in order, and the streams they are cut from."""
+
+    id: str
+    turns: tuple[Turn, ...]
+    streams: tuple[Stream, ...]
+
+    def __post_init__(self) -> None:
+        if not self.turns:
+            raise ValueError(f"trajectory {self.id}: no turns")
+        lengths = [len(stream) for stream in self.streams]
+        for index, turn in enumerate(self.turns):
+            if not 0 <= turn.stream < len(lengths):
+                raise ValueError(
+                    f"trajectory {self.id}: turn {index} names stream {turn.stream} of {len(lengths)}"
+                )
+            if turn.total_tokens > lengths[turn.stream]:
+                raise ValueError(
+                    f"trajectory {self.id}: turn {index} needs {turn.total_tokens} tokens,"
+                    f" its stream has {lengths[turn.stream]}"
+                )
+
+    def prompt(self, turn: int) -> NDArray[np.uint32]:
+        """The whole prompt of a turn, ``uint32 (prompt_tokens,)``."""
+        it = self.turns[turn]
+        return self.streams[it.stream].tokens(0, it.prompt_tokens)
+
+    def output(self, turn: int) -> NDArray[np.uint32]:
+        """The forced output of a turn, ``uint32 (output_tokens,)``."""
+        it = self.turns[turn]
+        return self.streams[it.stream].tokens(it.prompt_tokens, it.total_tokens)
+
+    def context(self, turn: int) -> NDArray[np.uint32]:
+        """Prompt and output of a turn, ``uint32 (total_tokens,)``."""
+        it = self.turns[turn]
+        return self.streams[it.stream].tokens(0, it.total_tokens)
+
+    def append_tokens(self, turn: int) -> int:
+        """Tokens that the turn adds to its predecessor's context; its whole prompt where it continues none."""
+        it = self.turns[turn]
+        if turn == 0 or self.turns[turn - 1].stream != it.stream:
+            return it.prompt_tokens
+        return max(0, it.prompt_tokens - self.turns[turn - 1].total_tokens)
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """Trajectories with distinct ids; ``name`` says where they come from."""
+
+    trajectories: tuple[Trajectory, ...]
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if len({trajectory.id for trajectory in self.trajectories}) != len(self.trajectories):
+            raise ValueError(f"workload {self.name}: two trajectories have one id")
+
+    @property
+    def requests(self) -> int:
+        """Turns of all trajectories together."""
+        return sum(len(trajectory.turns) for trajectory in self.trajectories)
+
+
+def seed_of(*parts: str | int) -> int:
+    """A 64-bit seed that is the same for the same parts on every machine and run."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def block_seeds(scope: str, ids: Sequence[int]) -> tuple[int, ...]:
+    """The seeds of trace blocks: equal for equal (scope, id). Ids are 0 to 2**64 - 1; '' is the global scope."""
+    if not ids:
+        return ()
+    mixed = _mix(_mix(np.asarray(ids, np.uint64) * _STEP) + np.uint64(seed_of("block", scope)))
+    return tuple(mixed.tolist())
+
+
+def cut(workload: Workload, max_len: int) -> tuple[Workload, int]:
+    """Cut every trajectory before its first turn whose prompt and output pass ``max_len`` tokens.
+
+    A trajectory whose first turn passes it is left out. Returns the workload and how many were left out.
+    """
+    if max_len < 1:
+        raise ConfigError(f"max_len {max_len}: expected 1 token or more")
+    kept = [short for trajectory in workload.trajectories if (short := _cut(trajectory, max_len))]
+    left_out = len(workload.trajectories) - len(kept)
+    return msgspec.structs.replace(workload, trajectories=tuple(kept)), left_out
+
+
+def closed_loop(workload: Workload, agents: int, seed: int = 0, max_len: int | None = None) -> Workload:
+    """``agents`` trajectories that all start at 0 and go on as fast as they are answered.
+
+    The first ``agents`` of the workload; beyond its end they repeat in order, each repeat behind a random
+    first round of its own (as in the paper's section on workloads), so that it shares no block with the
+    original. The round's lengths are those of a later round of the same trajectory, drawn with ``seed`` (of a
+    single block and one token where there is none); ``max_len`` cuts the lengthened repeats again.
+    Raises ConfigError for fewer than one agent and for an empty workload.
+    """
+    if agents < 1:
+        raise ConfigError(f"agents {agents}: expected 1 or more")
+    originals = _some(workload)
+    chosen = list(originals[:agents])
+    rng = np.random.default_rng([seed, 0xC10])
+    for index in range(len(originals), agents):
+        repeat = _repeated(originals[index % len(originals)], index // len(originals), seed, rng)
+        cut_repeat = repeat if max_len is None else _cut(repeat, max_len)
+        if cut_repeat is None:
+            needs = repeat.turns[0].total_tokens
+            raise ConfigError(f"max_len {max_len}: trajectory {repeat.id} starts with {needs} tokens")
+        chosen.append(cut_repeat)
+    return _starting(workload, chosen, [0.0] * agents)
+
+
+def open_loop(workload: Workload, aps: float, seed: int = 0) -> Workload:
+    """All trajectories, started as a Poisson process of ``aps`` agents per second from 0 on.
+
+    Raises ConfigError for a rate that is not positive and finite and for an empty workload.
+    """
+    if not (math.isfinite(aps) and aps > 0):
+        raise ConfigError(f"aps {aps}: expected a positive, finite number of agents per second")
+    trajectories = _some(workload)
+    gaps = np.random.default_rng([seed, 0x09E]).exponential(1.0 / aps, len(trajectories))
+    return _starting(workload, trajectories, np.cumsum(gaps).tolist())
+
+
+def encode(workload: Workload) -> bytes:
+    """The workload as MessagePack, for another process."""
+    return msgspec.msgpack.encode(workload)
+
+
+def decode(data: bytes) -> Workload:
+    """The workload that ``encode`` wrote. Raises ConfigError for anything else."""
+    try:
+        return msgspec.msgpack.decode(data, type=Workload)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"not an encoded workload: {error}") from None
+
+
+class WorkloadStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A workload in the terms of the paper's table of trajectories; all lengths are tokens.
+
+    ``append``, ``gen`` and ``context`` are means over trajectories of each trajectory's mean (the only
+    reading under which the published five means agree with each other); ``total`` is the mean last context,
+    output included; a turn's context is its prompt. ``hit_ratio``: of all prompt tokens, those in a leading
+    run of full blocks that an earlier request of the workload had in its prompt or generated, with a cache
+    that never evicts; requests are taken turn by turn over all trajectories, in the order of recorded
+    arrivals where there are any. ``prompt_tokens``, ``hit_tokens``, ``output_tokens`` and
+    ``distinct_tokens`` (what such a cache holds at the end: the working set without eviction) are sums.
+    """
+
+    trajectories: int
+    requests: int
+    turns: float
+    append: float
+    gen: float
+    total: float
+    context: float
+    prompt_tokens: int
+    hit_tokens: int
+    output_tokens: int
+    distinct_tokens: int
+    hit_ratio: float
+    max_total: int
+
+
+def workload_stats(workload: Workload, block_tokens: int = 64) -> WorkloadStats:
+    """Compute the table's means and replay the workload against an infinite cache of ``block_tokens`` blocks.
+
+    Raises ConfigError for an empty workload.
+    """
+    trajectories = _some(workload)
+    appends = [[t.append_tokens(i) for i in range(len(t.turns))] for t in trajectories]
+    prompt_tokens = sum(turn.prompt_tokens for t in trajectories for turn in t.turns)
+    hit_tokens, distinct = 0, set[int]()
+    for trajectory, index in _in_order(trajectories):
+        turn = trajectory.turns[index]
+        marks = _prefix_marks(trajectory.context(index), block_tokens)
+        known = _known_prefix(marks, distinct)
+        hit_tokens += min(known, turn.prompt_tokens // block_tokens) * block_tokens
+        distinct.update(marks[known:])
+    return WorkloadStats(
+        trajectories=len(trajectories),
+        requests=workload.requests,
+        turns=_mean([len(t.turns) for t in trajectories]),
+        append=_mean([_mean(each) for each in appends]),
+        gen=_mean([_mean([turn.output_tokens for turn in t.turns]) for t in trajectories]),
+        total=_mean([t.turns[-1].total_tokens for t in trajectories]),
+        context=_mean([_mean([turn.prompt_tokens for turn in t.turns]) for t in trajectories]),
+        prompt_tokens=prompt_tokens,
+        hit_tokens=hit_tokens,
+        output_tokens=sum(turn.output_tokens for t in trajectories for turn in t.turns),
+        distinct_tokens=len(distinct) * block_tokens,
+        hit_ratio=hit_tokens / prompt_tokens,
+        max_total=max(turn.total_tokens for t in trajectories for turn in t.turns),
+    )
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): every input bit moves every output bit."""
+    values = (values ^ (values >> np.uint64(30))) * _MULTIPLY_1
+    values = (values ^ (values >> np.uint64(27))) * _MULTIPLY_2
+    return values ^ (values >> np.uint64(31))
+
+
+def _cut(trajectory: Trajectory, max_len: int) -> Trajectory | None:
+    for index, turn in enumerate(trajectory.turns):
+        if turn.total_tokens > max_len:
+            return msgspec.structs.replace(trajectory, turns=trajectory.turns[:index]) if index else None
+    return trajectory
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _some(workload: Workload) -> tuple[Trajectory, ...]:
+    if not workload.trajectories:
+        raise ConfigError(f"workload {workload.name or '(unnamed)'}: no trajectories left to replay")
+    return workload.trajectories
+
+
+def _starting(workload: Workload, trajectories: Sequence[Trajectory], starts: Sequence[float]) -> Workload:
+    """First turns arrive at ``starts``; later ones follow their predecessors alone."""
+    timed = []
+    for trajectory, start_s in zip(trajectories, starts, strict=True):
+        turns = tuple(
+            msgspec.structs.replace(turn, arrival_s=None if index else start_s)
+            for index, turn in enumerate(trajectory.turns)
+        )
+        timed.append(msgspec.structs.replace(trajectory, turns=turns))
+    return msgspec.structs.replace(workload, trajectories=tuple(timed))
+
+
+def _repeated(original: Trajectory, copy: int, seed: int, rng: np.random.Generator) -> Trajectory:
+    """The trajectory behind a random first round; every later prompt grows by that round's tokens."""
+    first = Turn(64, 1, stream=original.turns[0].stream)
+    if len(original.turns) > 1:
+        like = int(rng.integers(1, len(original.turns)))
+        length = max(1, original.append_tokens(like))
+        first = msgspec.structs.replace(
+            first, prompt_tokens=length, output_tokens=original.turns[like].output_tokens
+        )
+    prefix_seed = seed_of("repeat", original.id, copy, seed)
+    return Trajectory(
+        id=f"{original.id}~{copy}",
+        turns=(
+            first,
+            *(
+                msgspec.structs.replace(turn, prompt_tokens=turn.prompt_tokens + first.total_tokens)
+                for turn in original.turns
+            ),
+        ),
+        streams=tuple(
+            Stream((first.total_tokens, *stream.lengths), (prefix_seed, *stream.seeds))
+            for stream in original.streams
+        ),
+    )
+
+
+def _in_order(trajectories: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, int]]:
+    """(trajectory, turn) by round; within a round by recorded arrival, then as listed."""
+    rounds = max(len(trajectory.turns) for trajectory in trajectories)
+    by_arrival = sorted(trajectories, key=lambda trajectory: trajectory.turns[0].arrival_s or 0.0)
+    for index in range(rounds):
+        for trajectory in by_arrival:
+            if index < len(trajectory.turns):
+                yield trajectory, index
+
+
+def _prefix_marks(tokens: NDArray[np.uint32], block_tokens: int) -> list[int]:
+    """One 64-bit mark per full block that stands for the block and all before it."""
+    blocks = tokens[: len(tokens) // block_tokens * block_tokens].reshape(-1, block_tokens).astype(np.uint64)
+    within = _mix(np.arange(1, block_tokens + 1, dtype=np.uint64) * _STEP)
+    digests = _mix((blocks * within).sum(axis=1, dtype=np.uint64))
+    places = np.arange(1, len(digests) + 1, dtype=np.uint64) * _STEP
+    return [int(mark) for mark in np.cumsum(_mix(digests + places), dtype=np.uint64).tolist()]
+
+
+def _known_prefix(marks: Sequence[int], known: set[int]) -> int:
+    """How many leading marks are known: a known block's predecessors are known, so bisect."""
+    low, high = 0, len(marks)
+    while low < high:
+        middle = (low + high) // 2
+        if marks[middle] in known:
+            low = middle + 1
+        else:
+            high = middle
+    return low
