@@ -1,0 +1,241 @@
+"""How long a forward pass takes: FLOPs and bytes to model seconds, per model and GPU, or a measured table.
+
+Pure but for reading a table. A layer of a forward takes::
+
+    max(FLOPs of its matrix products / achieved rate, resident weight bytes / HBM bandwidth)
+    + attention: per request max(FLOPs / achieved rate, KV bytes read / HBM bandwidth)
+    + a fixed overhead
+
+on one GPU; waiting for the other GPUs of an expert-parallel group is the roles' matter. Peaks are data-sheet
+numbers. Achieved rates are not: each says below whether somebody published it or it is assumed here.
+
+A measured table (CSV ``cached,bsz,ms``) replaces the time of prefill forwards. It is a full grid, read by bilinear
+interpolation; outside of it there is no answer, only an error.
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import ConfigError
+from .models.shape import ModelShape
+
+__all__ = ["HOPPER", "CostModel", "CostTable", "Gpu", "load_costs", "load_table"]
+
+Batch = Sequence[tuple[int, int]]
+"""(cached, new) tokens of each request in a prefill forward."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU: achieved rates in FLOP/s and bytes/s."""
+
+    name: str
+    gemm_fp8: float
+    gemm_bf16: float
+    attention_prefill: float
+    attention_decode: float
+    hbm_bps: float
+
+    def gemm(self, precision: str) -> float:
+        return self.gemm_fp8 if precision == "fp8" else self.gemm_bf16
+
+
+HOPPER = Gpu(
+    name="hopper",
+    # Dense peak 1,979 TFLOP/s FP8 (NVIDIA H100 SXM data sheet). ASSUMED: 30 % of it. SGLang's published prefill of
+    # DeepSeek-V3 on H100s under EP32 (52,300 tokens/s a node of 8, 2,000-token prompts) is 26 % end to end.
+    gemm_fp8=0.30 * 1979e12,
+    # Dense peak 989 TFLOP/s BF16 (same data sheet). ASSUMED: 60 %, usual for large dense products.
+    gemm_bf16=0.60 * 989e12,
+    # FlashMLA's README: sparse prefill up to 640 TFLOP/s on H800. ASSUMED to hold for the indexer and for GQA too.
+    attention_prefill=640e12,
+    # Same: sparse decoding with FP8 KV 410 TFLOP/s on H800. ASSUMED to hold for the indexer and for GQA too.
+    attention_decode=410e12,
+    # Peak 3.35 TB/s (same data sheet); FlashMLA's README: 3,000 GB/s achieved where bound by memory.
+    hbm_bps=3.0e12,
+)
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Measured seconds of a prefill forward: ``seconds[i][j]`` at ``cached[i]`` and ``new[j]`` tokens."""
+
+    source: str
+    cached: tuple[int, ...]
+    new: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def covers(self, cached: float, new: float) -> bool:
+        """Is the point inside the measured grid?"""
+        return self.cached[0] <= cached <= self.cached[-1] and self.new[0] <= new <= self.new[-1]
+
+    def forward_s(self, cached: float, new: float) -> float:
+        """Seconds at (cached, new) by bilinear interpolation; ConfigError outside of the grid."""
+        if not self.covers(cached, new):
+            raise ConfigError(
+                f"{self.source}: no time for cached={cached:.0f}, bsz={new:.0f}: measured are cached "
+                f"{self.cached[0]} to {self.cached[-1]}, bsz {self.new[0]} to {self.new[-1]}; add rows for it"
+            )
+        i, u = _cell(self.cached, cached)
+        j, v = _cell(self.new, new)
+        low = self.seconds[i][j] * (1 - v) + self.seconds[i][min(j + 1, len(self.new) - 1)] * v
+        above = self.seconds[min(i + 1, len(self.cached) - 1)]
+        high = above[j] * (1 - v) + above[min(j + 1, len(self.new) - 1)] * v
+        return low * (1 - u) + high * u
+
+
+def _cell(axis: tuple[int, ...], at: float) -> tuple[int, float]:
+    """Index of the grid line at or below ``at``, and how far ``at`` is towards the next one (0 to 1)."""
+    i = max(bisect.bisect_right(axis, at) - 1, 0)
+    if i == len(axis) - 1:
+        return i, 0.0
+    return i, (at - axis[i]) / (axis[i + 1] - axis[i])
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Times of one GPU's forward passes, in model seconds."""
+
+    shape: ModelShape
+    gpu: Gpu = HOPPER
+    table: CostTable | None = None
+
+    def prefill_flops(self, cached: int, new: int) -> int:
+        """FLOPs of prefilling ``new`` tokens after ``cached``, all layers."""
+        shape = self.shape
+        return 2 * shape.active_params * new + shape.layers * shape.attention.span_flops(cached, new)
+
+    def attention_s(self, batch: Batch) -> float:
+        """Seconds of attention in all layers of a prefill forward: what the compute quota bounds.
+
+        From FLOPs and bytes even with a measured table, which does not tell attention from the rest.
+        """
+        shape, gpu = self.shape, self.gpu
+        layer = 0.0
+        for cached, new in batch:
+            flops_s = shape.attention.span_flops(cached, new) / gpu.attention_prefill
+            layer += max(flops_s, (cached + new) * shape.kv_bytes / gpu.hbm_bps)
+        return shape.layers * layer
+
+    def prefill_layer_s(self, batch: Batch) -> float:
+        """Seconds of one layer of a prefill forward over ``batch``; 0 for an empty one.
+
+        With a table, a batch costs what one request with as many new tokens would, behind their mean context:
+        exact for attention that grows linearly with the context. ConfigError outside of the table.
+        """
+        new = sum(n for _, n in batch)
+        if new == 0:
+            return 0.0
+        shape = self.shape
+        if self.table is not None:
+            return self.table.forward_s(sum(c * n for c, n in batch) / new, new) / shape.layers
+        linear = self._linear_s(new)
+        return (linear + self.attention_s(batch)) / shape.layers + shape.prefill_layer_overhead_us * 1e-6
+
+    def decode_step_s(self, contexts: Sequence[int]) -> float:
+        """Seconds of one decode step, all layers, one token for each of ``contexts``; 0 for none.
+
+        Every step reads all resident weights: other GPUs' tokens reach this one's experts too.
+        """
+        if not contexts:
+            return 0.0
+        shape, gpu = self.shape, self.gpu
+        attention = shape.attention
+        layer = 0.0
+        for context in contexts:
+            bytes_s = attention.token_bytes(context, shape.kv_bytes) / gpu.hbm_bps
+            layer += max(attention.token_flops(context) / gpu.attention_decode, bytes_s)
+        overhead = shape.decode_layer_overhead_us * 1e-6
+        return self._linear_s(len(contexts)) + shape.layers * (layer + overhead)
+
+    def cache_compute_ratio_gb_per_pflop(self, cached: int, append: int) -> float:
+        """GB of KV that a turn reads per PFLOP that it computes (the paper's table 1).
+
+        As the paper counts: every one of the ``append`` tokens attends to ``cached`` tokens, not to more.
+        """
+        shape = self.shape
+        flops = append * (2 * shape.active_params + shape.layers * shape.attention.token_flops(cached))
+        return (shape.kv_bytes_per_token * cached / 1e9) / (flops / 1e15)
+
+    def check_covers(self, max_cached: int, max_new: int) -> None:
+        """ConfigError now, rather than in the run, if a table misses a forward within these limits."""
+        if self.table is not None:
+            for cached, new in ((0, 1), (max_cached, max_new)):
+                self.table.forward_s(cached, new)
+
+    def _linear_s(self, tokens: int) -> float:
+        shape, gpu = self.shape, self.gpu
+        products_s = 2 * shape.active_params * tokens / gpu.gemm(shape.compute)
+        return max(products_s, shape.weight_bytes_per_gpu / gpu.hbm_bps)
+
+
+def load_costs(shape: ModelShape, table: Path | None = None) -> CostModel:
+    """The cost model of ``shape`` on Hopper, its prefill times replaced by a measured table if there is one."""
+    return CostModel(shape, table=None if table is None else load_table(table))
+
+
+HEADER = ("cached", "bsz", "ms")
+
+
+def load_table(path: Path) -> CostTable:
+    """Read a CSV ``cached,bsz,ms``: milliseconds of a prefill forward of ``bsz`` new tokens behind ``cached``.
+
+    The rows, in any order, are a full grid. Raises ConfigError with file, line and what was expected.
+    """
+    try:
+        if not path.is_file():
+            what = "expected a CSV file, not this" if path.exists() else "no such cost table"
+            raise ConfigError(f"{path}: {what}")
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not readable as CSV: {error}") from None
+    rows = csv.reader(io.StringIO(text))
+    points: dict[tuple[int, int], float] = {}
+    try:
+        header = next(rows, [])
+        if tuple(cell.strip() for cell in header) != HEADER:
+            raise ConfigError(f"{path}:1: header {','.join(header)!r}: expected cached,bsz,ms")
+        for row in rows:
+            if not row:
+                continue
+            cached, new, seconds = _point(f"{path}:{rows.line_num}", row)
+            if (cached, new) in points:
+                raise ConfigError(f"{path}:{rows.line_num}: cached={cached}, bsz={new} was given before")
+            points[cached, new] = seconds
+    except csv.Error as error:
+        raise ConfigError(f"{path}:{rows.line_num}: not CSV: {error}") from None
+    if not points:
+        raise ConfigError(f"{path}: no rows after the header")
+    cached_axis = tuple(sorted({cached for cached, _ in points}))
+    new_axis = tuple(sorted({new for _, new in points}))
+    for cached in cached_axis:
+        for new in new_axis:
+            if (cached, new) not in points:
+                raise ConfigError(f"{path}: expected a full grid, but cached={cached}, bsz={new} is missing")
+    grid = tuple(tuple(points[cached, new] for new in new_axis) for cached in cached_axis)
+    return CostTable(str(path), cached_axis, new_axis, grid)
+
+
+def _point(where: str, row: list[str]) -> tuple[int, int, float]:
+    if len(row) != len(HEADER):
+        raise ConfigError(f"{where}: {len(row)} cells: expected cached,bsz,ms")
+    counts = []
+    for name, cell, least in (("cached", row[0], 0), ("bsz", row[1], 1)):
+        text = cell.strip()
+        if not (text.isascii() and text.isdigit()) or int(text) < least:
+            raise ConfigError(f"{where}: {name} {cell!r}: expected an integer of {least} or more")
+        counts.append(int(text))
+    try:
+        ms = float(row[2])
+    except ValueError:
+        ms = math.nan
+    if not 0 < ms < math.inf:
+        raise ConfigError(f"{where}: ms {row[2]!r}: expected a positive, finite number")
+    return counts[0], counts[1], ms / 1000
