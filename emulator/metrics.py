@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from .fabric.interface import Transfer
+from .kvcache import Layout
 from .records import NodeRecord, RequestRecord, RunRecords
 from .scale import Scale
 
@@ -89,25 +90,20 @@ class Port(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What was fixed before the run began and its figures depend on.
+    """What was fixed before the run began and its figures depend on; ``ports`` are all CNICs and SNICs."""
 
-    ``layers``: of the model; ``block_tokens``: tokens of a block; ``ports``: every CNIC and SNIC.
-    """
-
-    layers: int
-    block_tokens: int
+    layout: Layout
     scale: Scale
     ports: tuple[Port, ...]
+
+    def __post_init__(self) -> None:
+        if self.layout.kv_bytes != self.scale.kv_bytes:
+            raise ValueError(f"layout of {self.layout.kv_bytes} bytes, scale of {self.scale.kv_bytes}")
 
     @property
     def token_bytes(self) -> int:
         """Payload bytes of one token's KV over all layers."""
-        return self.layers * self.scale.kv_bytes
-
-    @property
-    def block_bytes(self) -> int:
-        """Payload bytes of a Full Block."""
-        return self.block_tokens * self.token_bytes
+        return self.layout.layers * self.layout.kv_bytes
 
 
 class Summary(msgspec.Struct, frozen=True):

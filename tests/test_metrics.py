@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from emulator import metrics
 from emulator.fabric.interface import Transfer
+from emulator.kvcache import Layout
 from emulator.records import BatchRecord, NodeRecord, PortBytes, RequestRecord, RunRecords, TransferBytes
 from emulator.scale import Scale
 
@@ -67,7 +68,7 @@ def port(nic: str, windows: tuple[int, ...], window_s: float = 1.0, direction: s
 
 
 def setup(*ports: metrics.Port) -> metrics.Setup:
-    return metrics.Setup(layers=2, block_tokens=64, scale=Scale(model_kv_bytes=704, kv_bytes=4), ports=ports)
+    return metrics.Setup(layout=Layout(2, 4), scale=Scale(model_kv_bytes=704, kv_bytes=4), ports=ports)
 
 
 @given(runs)
@@ -302,3 +303,9 @@ def test_a_port_has_a_positive_rate(rate: float) -> None:
     """A port that carries nothing, or everything, has no utilisation and is refused."""
     with pytest.raises(ValueError, match="rate"):
         metrics.Port("pe0", "snic0", "pe", rate)
+
+
+def test_layout_and_scale_agree() -> None:
+    """A layout of other bytes than the scale's would make every step figure wrong, and is refused."""
+    with pytest.raises(ValueError, match="layout of 8 bytes, scale of 4"):
+        metrics.Setup(layout=Layout(2, 8), scale=Scale(model_kv_bytes=704, kv_bytes=4), ports=())
