@@ -1,0 +1,136 @@
+"""Who gets what of shared ports: max-min fair rates inside a lane, lanes by guarantee and priority.
+
+Pure. A flow crosses a few port directions and belongs to one lane. What holds of the rates:
+
+- no port carries more than its capacity;
+- every flow has a full port, so no flow can be raised without lowering another;
+- with one lane: at some full port of its own no other flow gets more than it does (max-min fairness);
+- at a contended port a lane that asks for it gets its guaranteed share, and what a lane leaves idle goes to
+  the others, the better priority (then the larger guarantee) first, as HTB lends.
+
+Must not import anything of the emulator.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+__all__ = ["Flow", "LaneRule", "allocate", "max_min"]
+
+
+class LaneRule(msgspec.Struct, frozen=True):
+    """A lane's guaranteed share of every port (0 to 1), and its priority for idle capacity (0 is best)."""
+
+    guarantee: float
+    prio: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.guarantee <= 1:
+            raise ValueError(f"lane guarantee {self.guarantee}: expected 0 to 1")
+
+
+class Flow(msgspec.Struct, frozen=True, array_like=True):
+    """One queue pair with something to send: the indices of the ports it crosses, and its lane."""
+
+    ports: tuple[int, ...]
+    lane: int
+
+
+def allocate(flows: Sequence[Flow], capacity: Sequence[float], rules: Mapping[int, LaneRule]) -> list[float]:
+    """Rates of ``flows`` in the unit of ``capacity`` (one entry a port), in their order.
+
+    ``rules`` has every lane that occurs; the guarantees of all lanes sum to at most 1.
+    """
+    lanes = sorted({f.lane for f in flows}, key=lambda lane: (rules[lane].prio, -rules[lane].guarantee, lane))
+    if len(lanes) <= 1:
+        return max_min([f.ports for f in flows], capacity)
+    members = {lane: [i for i, f in enumerate(flows) if f.lane == lane] for lane in lanes}
+    paths = {lane: [flows[i].ports for i in members[lane]] for lane in lanes}
+    reserved = _reserved(paths, capacity, rules)
+
+    rates = [0.0] * len(flows)
+    room = list(capacity)
+    for lane in lanes:
+        later = lanes[lanes.index(lane) + 1 :]
+        open_to_lane = [
+            max(0.0, free - sum(reserved[other][port] for other in later)) for port, free in enumerate(room)
+        ]
+        _grant(rates, room, members[lane], paths[lane], max_min(paths[lane], open_to_lane))
+    # A lane that was kept a share may have been stopped elsewhere: hand on what it left.
+    for lane in lanes:
+        _grant(rates, room, members[lane], paths[lane], max_min(paths[lane], room))
+    return rates
+
+
+def max_min(paths: Sequence[Sequence[int]], capacity: Sequence[float]) -> list[float]:
+    """Max-min fair rates of flows along ``paths`` (port indices, at least one each), in their order.
+
+    Fill all flows alike; the port that is full first fixes its flows; go on with the rest. O(F log P).
+    """
+    members: dict[int, list[int]] = {}
+    for flow, path in enumerate(paths):
+        for port in path:
+            members.setdefault(port, []).append(flow)
+    room = {port: float(capacity[port]) for port in members}
+    waiting = {port: len(flows) for port, flows in members.items()}
+    heap = [(room[port] / count, port) for port, count in waiting.items()]
+    heapq.heapify(heap)
+    rates = [-1.0] * len(paths)
+    while heap:
+        share, port = heapq.heappop(heap)
+        count = waiting[port]
+        if not count:
+            continue
+        level = max(0.0, room[port] / count)
+        if level > share:
+            # Others of its flows were fixed meanwhile at less than this port's share: it fills later.
+            heapq.heappush(heap, (level, port))
+            continue
+        for flow in members[port]:
+            if rates[flow] < 0:
+                rates[flow] = level
+                for crossed in paths[flow]:
+                    room[crossed] -= level
+                    waiting[crossed] -= 1
+    return rates
+
+
+def _reserved(
+    paths: Mapping[int, Sequence[Sequence[int]]], capacity: Sequence[float], rules: Mapping[int, LaneRule]
+) -> dict[int, list[float]]:
+    """What each lane can use of its guarantees, per port: its max-min rates where it has only those.
+
+    A port that no other lane uses is all the lane's.
+    """
+    present: list[set[int]] = [set() for _ in capacity]
+    for lane, lane_paths in paths.items():
+        for path in lane_paths:
+            for port in path:
+                present[port].add(lane)
+    reserved: dict[int, list[float]] = {}
+    for lane, lane_paths in paths.items():
+        share = rules[lane].guarantee
+        limits = [rate if present[port] == {lane} else rate * share for port, rate in enumerate(capacity)]
+        used = [0.0] * len(capacity)
+        for path, rate in zip(lane_paths, max_min(lane_paths, limits), strict=True):
+            for port in path:
+                used[port] += rate
+        reserved[lane] = used
+    return reserved
+
+
+def _grant(
+    rates: list[float],
+    room: list[float],
+    members: Sequence[int],
+    paths: Sequence[Sequence[int]],
+    extra: Sequence[float],
+) -> None:
+    """Add ``extra`` to the rates of ``members`` and take it from the room of their ports."""
+    for flow, path, rate in zip(members, paths, extra, strict=True):
+        rates[flow] += rate
+        for port in path:
+            room[port] = max(0.0, room[port] - rate)
