@@ -79,10 +79,22 @@ class ReplayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
 
 
+class Member(msgspec.Struct, frozen=True):
+    """A node of the cluster as roles know it; ``engines`` is 0 for nodes without GPUs."""
+
+    name: str
+    role: Literal["pe", "de", "storage", "scheduler", "client"]
+    engines: int = 0
+
+
 class RunConfig(msgspec.Struct, frozen=True):
-    """All that a node needs: ``topology`` is ``topology.spec.ClusterSpec`` as plain data."""
+    """All that a node needs. ``topology`` is the resolved cluster description as plain data, for the report;
+
+    ``members`` are its nodes, which is all that the roles see of it.
+    """
 
     topology: dict[str, Any]
+    members: tuple[Member, ...]
     engine: EngineConfig = EngineConfig()
     model: ModelConfig = ModelConfig()
     scale: ScaleConfig = ScaleConfig()

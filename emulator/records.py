@@ -13,6 +13,7 @@ import msgspec
 __all__ = [
     "BatchRecord",
     "Decision",
+    "Decisions",
     "HostSample",
     "NodeRecord",
     "PoolRecord",
@@ -112,6 +113,13 @@ class BatchRecord(msgspec.Struct, frozen=True):
     shape: tuple[tuple[int, int], ...]
     started_s: float
     ended_s: float
+
+
+class Decisions(msgspec.Struct, frozen=True):
+    """What another run decided and this one is to repeat: engines and paths, and the composition of batches."""
+
+    requests: tuple[Decision, ...]
+    batches: tuple[BatchRecord, ...]
 
 
 class PoolRecord(msgspec.Struct, frozen=True):

@@ -1,0 +1,191 @@
+"""The client: the agents. It replays a workload turn by turn and keeps each request's record.
+
+A turn arrives when its predecessor's last token is out (plus think time) or, where the trace sets it, not
+before its own arrival; it is submitted once its predecessor's last block is committed, so that it hits all that
+was generated. A trajectory whose turn fails cannot go on: its later turns are cancelled, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from .deployment import Deployment, engine_node, join_ids
+from .errors import EmulatorError
+from .fabric.interface import Fabric
+from .kvcache import block_keys
+from .messages import (
+    COMMITTED,
+    PUT,
+    REPLAY_BATCHES,
+    REPLAY_DECISIONS,
+    SERVE,
+    SETTLED,
+    SUBMIT,
+    Batches,
+    Committed,
+    Decided,
+    Put,
+    Serve,
+    Served,
+    Settle,
+    Submit,
+)
+from .models.backend import Backend
+from .models.reference import prompt_blocks
+from .records import Decisions, RequestRecord, Status
+from .workload import Trajectory, Workload
+
+__all__ = ["Client", "Replayed", "request_id"]
+
+Replayed = tuple[float, float, tuple[RequestRecord, ...]]
+"""(when the clock started, when the last request settled, all records in trace order)."""
+
+
+class Client:
+    """The client's role."""
+
+    def __init__(self, deployment: Deployment, fabric: Fabric, backend: Backend) -> None:
+        self._deployment = deployment
+        self._fabric = fabric
+        self._backend = backend
+        self._records: dict[str, RequestRecord] = {}
+        self._on_progress: Callable[[int, int], None] = lambda done, total: None
+        self._total = 0
+
+    async def replay(
+        self,
+        workload: Workload,
+        decisions: Decisions | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Replayed:
+        """Run every trajectory to its end. ``on_progress(finished, total)`` is told of every request's end."""
+        self._total = sum(len(trajectory.turns) for trajectory in workload.trajectories)
+        if on_progress is not None:
+            self._on_progress = on_progress
+        if decisions is not None:
+            await self._impose(decisions)
+        if self._deployment.config.replay.warm:
+            for trajectory in workload.trajectories:
+                await self._warm(trajectory)
+        t0_s = self._fabric.now()
+        async with trio.open_nursery() as nursery:
+            for trajectory in workload.trajectories:
+                nursery.start_soon(self._follow, trajectory, t0_s, name=f"agent {trajectory.id}")
+        order = [request_id(t, turn) for t in workload.trajectories for turn in range(len(t.turns))]
+        return t0_s, self._fabric.now(), tuple(self._records[name] for name in order)
+
+    async def _impose(self, decisions: Decisions) -> None:
+        await self._fabric.call(self._deployment.scheduler, REPLAY_DECISIONS, Decided(decisions.requests))
+        for node in self._deployment.named("pe"):
+            batches = tuple((b.engine, b.requests) for b in decisions.batches if engine_node(b.engine) == node)
+            await self._fabric.call(node, REPLAY_BATCHES, Batches(batches))
+
+    async def _warm(self, trajectory: Trajectory) -> None:
+        """Commit the first prompt's full blocks, as if an earlier turn had left them."""
+        tokens = trajectory.prompt(0)
+        ids = block_keys(tokens, self._deployment.layout.block_tokens)
+        blocks = prompt_blocks(self._backend, tokens, self._deployment.layout.block_tokens)
+        for node, first, count in self._deployment.stripes(0, len(ids)):
+            data = blocks[first : first + count].tobytes()
+            await self._fabric.call(node, PUT, Put(join_ids(ids[first : first + count]), data))
+        if ids:
+            await self._fabric.call(self._deployment.scheduler, COMMITTED, Committed(join_ids(ids)))
+
+    async def _follow(self, trajectory: Trajectory, t0_s: float) -> None:
+        replay = self._deployment.config.replay
+        out_s = eligible_s = t0_s
+        alive = True
+        for index, turn in enumerate(trajectory.turns):
+            think_s = turn.think_s if replay.think == "trace" and index else 0.0
+            arrived_s = out_s + think_s
+            if turn.arrival_s is not None:
+                arrived_s = max(arrived_s, t0_s + turn.arrival_s)
+            if not alive:
+                self._keep(_unserved(trajectory, index, "cancelled", out_s, "its predecessor failed"))
+                continue
+            await self._fabric.sleep_until(arrived_s)
+            try:
+                record = await self._request(trajectory, index, arrived_s, max(arrived_s, eligible_s))
+            except EmulatorError as error:
+                self._keep(_unserved(trajectory, index, "failed", arrived_s, error.text))
+                alive = False
+                continue
+            self._keep(record)
+            assert record.settled_s is not None
+            eligible_s = record.settled_s
+            out_s = record.last_token_s if record.last_token_s is not None else eligible_s
+
+    async def _request(
+        self, trajectory: Trajectory, index: int, arrived_s: float, eligible_s: float
+    ) -> RequestRecord:
+        turn = trajectory.turns[index]
+        name = request_id(trajectory, index)
+        tokens = trajectory.context(index)
+        prompt, output = tokens[: turn.prompt_tokens], tokens[turn.prompt_tokens :]
+        ids = block_keys(tokens, self._deployment.layout.block_tokens)
+        prompt_ids = ids[: self._deployment.layout.full_blocks(turn.prompt_tokens)]
+        submit = Submit(name, turn.prompt_tokens, turn.output_tokens, join_ids(prompt_ids))
+        assignment = await self._fabric.call(self._deployment.scheduler, SUBMIT, submit)
+        decision = assignment.decision
+        hit_tokens = self._deployment.hit_tokens(decision.hit_blocks)
+        serve = Serve(assignment, turn.prompt_tokens, _encode(prompt[hit_tokens:]), _encode(output), join_ids(ids))
+        de_node = engine_node(decision.de)
+        served: Served = await self._fabric.call(de_node, SERVE, serve)
+        settled = await self._fabric.call(de_node, SETTLED, Settle(name))
+        return RequestRecord(
+            id=name,
+            trajectory=trajectory.id,
+            turn=index,
+            status="done",
+            path=decision.path,
+            pe=decision.pe,
+            de=decision.de,
+            prompt_tokens=turn.prompt_tokens,
+            hit_tokens=hit_tokens,
+            output_tokens=turn.output_tokens,
+            persisted_tokens=settled.persisted_tokens,
+            arrived_s=arrived_s,
+            eligible_s=eligible_s,
+            scheduled_s=assignment.scheduled_s,
+            allocated_s=served.allocated_s,
+            read_s=served.read_s,
+            prefill_start_s=served.prefill_start_s,
+            computed_s=served.computed_s,
+            transferred_s=served.transferred_s,
+            first_token_s=served.first_token_s,
+            last_token_s=served.last_token_s,
+            settled_s=settled.settled_s,
+            token_gaps=served.token_gaps,
+            model_tokens=served.model_tokens,
+        )
+
+    def _keep(self, record: RequestRecord) -> None:
+        self._records[record.id] = record
+        self._on_progress(len(self._records), self._total)
+
+
+def request_id(trajectory: Trajectory, turn: int) -> str:
+    """The name of a turn: "trajectory:turn"."""
+    return f"{trajectory.id}:{turn}"
+
+
+def _unserved(trajectory: Trajectory, index: int, status: Status, at_s: float, why: str) -> RequestRecord:
+    turn = trajectory.turns[index]
+    return RequestRecord(
+        id=request_id(trajectory, index),
+        trajectory=trajectory.id,
+        turn=index,
+        status=status,
+        error=why,
+        prompt_tokens=turn.prompt_tokens,
+        output_tokens=turn.output_tokens,
+        arrived_s=at_s,
+    )
+
+
+def _encode(tokens: npt.NDArray[np.uint32]) -> bytes:
+    return tokens.astype("<u4", copy=False).tobytes()

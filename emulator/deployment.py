@@ -1,0 +1,138 @@
+"""What follows from a run's configuration: engine names, block arithmetic, capacities, who keeps which block.
+
+Pure. Every role is given one ``Deployment`` and reads its sizes here, so that no two of them can disagree.
+An engine is named ``node/gpu`` ("pe0/3") and uses its GPU's paired NIC (``cnic3``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from .config import RunConfig
+from .costmodel import CostModel, load_costs
+from .errors import ConfigError
+from .fabric.interface import Endpoint
+from .kvcache import ID_BYTES, BlockId, Layout
+from .models import load_backend
+from .models.backend import Backend
+from .models.shape import ModelShape, load_shape
+from .policy import Limits
+from .scale import Scale
+
+__all__ = ["LAYER_SLOTS", "Deployment", "engine_gpu", "engine_node", "join_ids", "split_ids"]
+
+LAYER_SLOTS = 2
+"""Layers of a request in PE HBM: one being computed and sent, the next being loaded."""
+
+GB = 1e9
+
+
+def engine_node(engine: str) -> str:
+    """The node of an engine: "pe0" of "pe0/3"."""
+    return engine.partition("/")[0]
+
+
+def engine_gpu(engine: str) -> int:
+    """The GPU's index of an engine: 3 of "pe0/3"."""
+    return int(engine.partition("/")[2])
+
+
+def join_ids(ids: Sequence[BlockId]) -> bytes:
+    """Block ids as they cross in a message."""
+    return b"".join(ids)
+
+
+def split_ids(data: bytes) -> list[BlockId]:
+    """The block ids of a message."""
+    return [BlockId(data[at : at + ID_BYTES]) for at in range(0, len(data), ID_BYTES)]
+
+
+class Deployment:
+    """Facts of one run, all in payload bytes, blocks and tokens."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.shape: ModelShape = load_shape(config.model.name)
+        try:
+            self.scale = Scale(self.shape.kv_bytes, config.scale.kv_bytes, config.scale.dilation)
+        except ValueError as error:
+            raise ConfigError(f"scale: {error}") from None
+        self.layout = Layout(self.shape.layers, config.scale.kv_bytes, config.engine.block_tokens)
+
+    @cached_property
+    def costs(self) -> CostModel:
+        return load_costs(self.shape, Path(self.config.model.costs) if self.config.model.costs else None)
+
+    @cached_property
+    def pe_engines(self) -> tuple[str, ...]:
+        return self._engines("pe")
+
+    @cached_property
+    def de_engines(self) -> tuple[str, ...]:
+        return self._engines("de")
+
+    @cached_property
+    def storage(self) -> tuple[str, ...]:
+        return self.named("storage")
+
+    @cached_property
+    def scheduler(self) -> str:
+        return self.named("scheduler")[0]
+
+    def named(self, role: str) -> tuple[str, ...]:
+        """The names of the nodes that play ``role``, in order."""
+        return tuple(m.name for m in self.config.members if m.role == role)
+
+    def _engines(self, role: str) -> tuple[str, ...]:
+        return tuple(f"{m.name}/{gpu}" for m in self.config.members if m.role == role for gpu in range(m.engines))
+
+    def _blocks_of(self, gigabytes: float) -> int:
+        return self.scale.payload_bytes(int(gigabytes * GB)) // self.layout.full_block_bytes
+
+    @cached_property
+    def limits(self) -> Limits:
+        """Capacities of one node's buffers and one engine's HBM."""
+        engine = self.config.engine
+        pe_hbm_bytes = self.scale.payload_bytes(int(engine.pe_hbm_kv_gb * GB))
+        return Limits(
+            pe_buffer_blocks=self._blocks_of(engine.pe_buffer_gb),
+            de_buffer_blocks=self._blocks_of(engine.de_buffer_gb),
+            de_hbm_pages=self._blocks_of(engine.de_hbm_kv_gb),
+            pe_hbm_tokens=pe_hbm_bytes // (LAYER_SLOTS * self.layout.kv_bytes),
+        )
+
+    def hit_tokens(self, hit_blocks: int) -> int:
+        return hit_blocks * self.layout.block_tokens
+
+    def placement(self, block_index: int) -> str:
+        """The storage node that keeps the block at ``block_index`` of a chain: stripes go round."""
+        return self.storage[block_index // self.config.engine.stripe_blocks % len(self.storage)]
+
+    def stripes(self, first: int, count: int) -> Iterator[tuple[str, int, int]]:
+        """(storage node, first block, blocks) of the stripes that blocks first .. first + count - 1 lie in."""
+        stripe = self.config.engine.stripe_blocks
+        end = first + count
+        while first < end:
+            run = min(end, (first // stripe + 1) * stripe) - first
+            yield self.placement(first), first, run
+            first += run
+
+    def load_backend(self) -> Backend:
+        """The model that computes; the toy needs torch."""
+        return load_backend(self.config.model.backend, layers=self.layout.layers, kv_bytes=self.layout.kv_bytes)
+
+    @staticmethod
+    def host(engine: str) -> Endpoint:
+        """The DRAM side of an engine's CNIC."""
+        return Endpoint(engine_node(engine), f"cnic{engine_gpu(engine)}", "host")
+
+    @staticmethod
+    def gpu(engine: str) -> Endpoint:
+        """The HBM side of an engine's CNIC."""
+        return Endpoint(engine_node(engine), f"cnic{engine_gpu(engine)}", "gpu")
+
+    @staticmethod
+    def snic(node: str) -> Endpoint:
+        return Endpoint(node, "snic0", "host")

@@ -1,0 +1,97 @@
+"""One node's role, whichever it is: made from a run's configuration over a fabric, and asked for its record.
+
+The same code runs in a node's process and, for virtual time, with all other roles in one nursery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+
+import trio
+
+from .client import Client, Replayed
+from .config import RunConfig
+from .decode import DecodeNode
+from .deployment import Deployment
+from .errors import EmulatorError
+from .fabric.interface import Fabric
+from .prefill import PrefillNode
+from .records import Decisions, NodeRecord
+from .scheduler import Scheduler
+from .storage import StorageNode
+from .store import MemoryStore, open_store
+from .workload import Workload
+
+__all__ = ["Role", "open_role"]
+
+Part = PrefillNode | DecodeNode | StorageNode | Scheduler | Client
+
+
+class Role:
+    """A node's running role."""
+
+    def __init__(self, fabric: Fabric, part: Part) -> None:
+        self._fabric = fabric
+        self._part = part
+
+    async def replay(
+        self,
+        workload: Workload,
+        decisions: Decisions | None = None,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Replayed:
+        """Replay a workload; only the client's role can."""
+        if not isinstance(self._part, Client):
+            raise EmulatorError(f"{self._fabric.node}: only the client replays a workload")
+        return await self._part.replay(workload, decisions, on_progress)
+
+    def record(self) -> NodeRecord:
+        """What this node counted until now."""
+        part = self._part
+        return NodeRecord(
+            node=self._fabric.node,
+            sent=self._fabric.sent(),
+            received=self._fabric.received(),
+            ports=self._fabric.ports(),
+            pools=tuple(part.pools()) if isinstance(part, PrefillNode | DecodeNode | StorageNode) else (),
+            batches=tuple(part.batches()) if isinstance(part, PrefillNode) else (),
+            decisions=part.decisions() if isinstance(part, Scheduler) else (),
+        )
+
+
+@asynccontextmanager
+async def open_role(
+    config: RunConfig, node: str, fabric: Fabric, directory: Path | None = None
+) -> AsyncIterator[Role]:
+    """Play ``node``'s role for the length of a block.
+
+    ``directory``: where a storage node keeps its files; None keeps blocks in memory.
+    """
+    deployment = Deployment(config)
+    member = next((m for m in config.members if m.name == node), None)
+    if member is None:
+        raise EmulatorError(f"{node}: no such node in this topology")
+    with ExitStack() as stack:
+        async with trio.open_nursery() as tasks:
+            part: Part
+            match member.role:
+                case "pe":
+                    part = PrefillNode(deployment, fabric, deployment.load_backend(), member.engines, tasks)
+                case "de":
+                    part = DecodeNode(deployment, fabric, deployment.load_backend(), member.engines, tasks)
+                case "storage":
+                    size = deployment.layout.full_block_bytes
+                    store = (
+                        MemoryStore(size)
+                        if directory is None
+                        else stack.enter_context(open_store(directory, size))
+                    )
+                    part = StorageNode(deployment, fabric, store)
+                case "scheduler":
+                    part = Scheduler(deployment, fabric)
+                case "client":
+                    part = Client(deployment, fabric, deployment.load_backend())
+            yield Role(fabric, part)
+            tasks.cancel_scope.cancel()

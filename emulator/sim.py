@@ -1,0 +1,74 @@
+"""A whole cluster in virtual time: every role in one nursery over the fluid fabric. No root, no network.
+
+The roles are the very ones that run in namespaces; times are the model's own, so there is no dilation here.
+Deterministic: the same configuration, workload and seed give the same records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+import msgspec
+
+from topology.spec import ClusterSpec
+
+from .config import Member, RunConfig
+from .deployment import Deployment
+from .fabric.clock import run_virtual
+from .fabric.fluid import FluidNetwork, open_fluid
+from .records import Decisions, RunRecords
+from .serving import open_role
+from .workload import Workload
+
+__all__ = ["members_of", "port_rates", "simulate"]
+
+
+def members_of(spec: ClusterSpec) -> tuple[Member, ...]:
+    """The cluster's nodes as roles know them."""
+    return tuple(Member(node.name, node.role, len(node.engines)) for node in spec.nodes)
+
+
+def port_rates(spec: ClusterSpec, config: RunConfig) -> dict[tuple[str, str], float]:
+    """Payload bytes per model second of every shaped NIC."""
+    scale = Deployment(config).scale
+    return {(port.node, port.nic.name): scale.payload_rate(port.nic.rate_bytes_s) for port in spec.ports()}
+
+
+def simulate(
+    config: RunConfig,
+    spec: ClusterSpec,
+    workload: Workload,
+    decisions: Decisions | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> RunRecords:
+    """Replay ``workload`` on ``spec`` in virtual time. Raises EmulatorError where a role does."""
+    config = msgspec.structs.replace(
+        config, members=members_of(spec), scale=msgspec.structs.replace(config.scale, dilation=1.0)
+    )
+    return run_virtual(_simulate, config, spec, workload, decisions, on_progress, seed=config.replay.seed)
+
+
+async def _simulate(
+    config: RunConfig,
+    spec: ClusterSpec,
+    workload: Workload,
+    decisions: Decisions | None,
+    on_progress: Callable[[int, int], None] | None,
+) -> RunRecords:
+    network = FluidNetwork(
+        port_rates(spec, config),
+        nodes=[member.name for member in config.members],
+        rpc_latency_s=config.engine.rpc_latency_s,
+    )
+    async with open_fluid(network), AsyncExitStack() as stack:
+        roles = {
+            member.name: await stack.enter_async_context(
+                open_role(config, member.name, network.fabric(member.name))
+            )
+            for member in config.members
+        }
+        client = next(member.name for member in config.members if member.role == "client")
+        t0_s, ended_s, requests = await roles[client].replay(workload, decisions, on_progress)
+        nodes = tuple(role.record() for role in roles.values())
+    return RunRecords(t0_s=t0_s, ended_s=ended_s, requests=requests, nodes=nodes)

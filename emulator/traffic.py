@@ -1,0 +1,211 @@
+"""The traffic of an engine's node: every KV transfer of the two read paths, as segments on queue pairs.
+
+One function or method a kind of transfer; the arrows' numbers are those of the paper's figures 4a and 4b. The
+segment arithmetic is pure; ``StorageReader`` and ``StorageWriter`` are the node's two sides of the storage.
+Roles decide when; this module decides from where to where, in how many messages, on which lane.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import trio
+
+from .deployment import Deployment, join_ids
+from .extent import Extent
+from .fabric.interface import Fabric, Region, Segment, Target, Transfer
+from .kvcache import BlockId, Layout
+from .leases import LeaseQueue
+from .messages import COMMIT, READ, Commit, Read
+from .pool import BufferPool, Lease, Run
+
+__all__ = [
+    "LANDING_BLOCKS",
+    "READ_BLOCKS",
+    "StorageReader",
+    "StorageWriter",
+    "hbm_region",
+    "landing_region",
+    "load_segments",
+    "load_tag",
+    "miss_segments",
+    "miss_tag",
+    "page_segment",
+    "pages_segment",
+]
+
+LANDING_BLOCKS = 64
+"""Full Blocks of one DE node that a storage node can have received and not yet committed."""
+
+READ_BLOCKS = 512
+"""Full Blocks that one read call asks for at the most; a longer context takes several."""
+
+
+def load_segments(layout: Layout, buffer_base: int, hit_tokens: int, slots: Sequence[int]) -> list[Segment]:
+    """One segment a layer: the hit from Full Blocks in a DRAM buffer into the layer's HBM slot (pe3-4, de3-5)."""
+    return [
+        Segment(
+            layout.layer_extents(buffer_base, layer, 0, hit_tokens),
+            (Extent(slots[layer % len(slots)], hit_tokens * layout.kv_bytes),),
+        )
+        for layer in range(layout.layers)
+    ]
+
+
+def miss_segments(
+    layout: Layout, buffer_base: int, first_token: int, tokens: int, slots: Sequence[int]
+) -> list[Segment]:
+    """One segment a layer: ``tokens`` from ``first_token`` on, from HBM into the DE buffer (pe5-7, de_miss)."""
+    return [
+        Segment(
+            (Extent(slots[layer % len(slots)] + first_token * layout.kv_bytes, tokens * layout.kv_bytes),),
+            layout.layer_extents(buffer_base, layer, first_token, tokens),
+        )
+        for layer in range(layout.layers)
+    ]
+
+
+def pages_segment(layout: Layout, buffer_base: int, tokens: int, runs: Sequence[Run]) -> Segment:
+    """A prompt's KV from the DE buffer into HBM pages (pe8-9, de6-7): whole Full Blocks, then the last one's rows.
+
+    ``runs`` are page runs (first, count) in order, with room for at least the prompt.
+    """
+    size = layout.full_block_bytes
+    full = layout.full_blocks(tokens)
+    remote: list[Extent] = []
+    left = full
+    page = None
+    for first, count in runs:
+        take = min(left, count)
+        if take:
+            remote.append(Extent(first * size, take * size))
+            left -= take
+        if not left and take < count:
+            page = first + take
+            break
+    local = list(layout.block_extents(buffer_base, 0, full))
+    rows = tokens % layout.block_tokens
+    if rows:
+        if page is None:
+            raise ValueError(f"{tokens} tokens do not fit the pages {list(runs)}")
+        local.append(_rows(layout, buffer_base + full * size, rows))
+        remote.append(_rows(layout, page * size, rows))
+    return Segment(tuple(local), tuple(remote))
+
+
+def page_segment(layout: Layout, page: int, slot_offset: int) -> Segment:
+    """One Full Block from its HBM page into DRAM (d2h)."""
+    size = layout.full_block_bytes
+    return Segment((Extent(page * size, size),), (Extent(slot_offset, size),))
+
+
+def _rows(layout: Layout, base: int, rows: int) -> Extent:
+    """The first ``rows`` token rows of every layer of the block at byte ``base``."""
+    return Extent(base, rows * layout.kv_bytes, layout.layers, layout.layer_block_bytes)
+
+
+def hbm_region(gpu: int) -> str:
+    """The region of an engine's HBM on its node."""
+    return f"hbm{gpu}"
+
+
+def load_tag(request: str) -> str:
+    """The tag of the stream that brings a request's hit KV into PE HBM, a message a layer."""
+    return f"{request}/load"
+
+
+def miss_tag(request: str) -> str:
+    """The tag of the stream that takes a request's computed KV to the DE buffer, a message a layer."""
+    return f"{request}/miss"
+
+
+def landing_region(de_node: str) -> str:
+    """The region of a storage node into which ``de_node`` writes blocks to keep."""
+    return f"landing/{de_node}"
+
+
+class StorageReader:
+    """A node's reads: Full Blocks from all storage nodes into a DRAM buffer, in few large messages (1-2)."""
+
+    def __init__(self, deployment: Deployment, fabric: Fabric) -> None:
+        self._deployment = deployment
+        self._fabric = fabric
+
+    async def read(self, ids: Sequence[BlockId], region: str, base: int, transfer: Transfer) -> None:
+        """Put blocks ``ids`` (a chain from its beginning) end to end into ``region`` from byte ``base``."""
+        size = self._deployment.layout.full_block_bytes
+        message = self._deployment.config.engine.read_message_blocks
+        destination = self._deployment.snic(self._fabric.node)
+        runs: dict[str, list[Run]] = defaultdict(list)
+        for node, first, count in self._deployment.stripes(0, len(ids)):
+            runs[node] += [(at, min(message, first + count - at)) for at in range(first, first + count, message)]
+        async with trio.open_nursery() as nursery:
+            for node in sorted(runs):
+                reads = [
+                    Read(
+                        join_ids([block for first, count in part for block in ids[first : first + count]]),
+                        destination,
+                        region,
+                        tuple((base + first * size, count) for first, count in part),
+                        transfer,
+                    )
+                    for part in _at_most(runs[node], READ_BLOCKS)
+                ]
+                nursery.start_soon(self._read_from, node, reads)
+
+    async def _read_from(self, node: str, reads: Sequence[Read]) -> None:
+        for read in reads:
+            await self._fabric.call(node, READ, read)
+
+
+def _at_most(runs: Sequence[Run], blocks: int) -> list[list[Run]]:
+    """Cut ``runs`` into parts of at most ``blocks`` blocks (or one run, where that alone is longer)."""
+    parts: list[list[Run]] = []
+    room = 0
+    for run in runs:
+        if run[1] > room:
+            parts.append([])
+            room = blocks
+        parts[-1].append(run)
+        room -= run[1]
+    return parts
+
+
+class StorageWriter:
+    """A DE node's writes: complete Full Blocks from its DRAM to the storage nodes that keep them (persist)."""
+
+    def __init__(self, deployment: Deployment, fabric: Fabric) -> None:
+        self._deployment = deployment
+        self._fabric = fabric
+        size = deployment.layout.full_block_bytes
+        pools = {
+            node: BufferPool(f"{fabric.node}.{node}.landing", LANDING_BLOCKS * size) for node in deployment.storage
+        }
+        self.pools = tuple(pools.values())
+        self._landing: dict[str, LeaseQueue[Lease]] = {
+            node: LeaseQueue(pool.try_reserve, pool.release) for node, pool in pools.items()
+        }
+
+    async def write(self, ids: Sequence[BlockId], first_index: int, region: Region, base: int) -> None:
+        """Keep blocks ``ids``, which lie end to end in ``region`` from byte ``base``.
+
+        The first of them is block ``first_index`` of its chain. Returns when all are committed.
+        """
+        size = self._deployment.layout.full_block_bytes
+        for node, first, count in self._deployment.stripes(first_index, len(ids)):
+            for at in range(first, first + count, LANDING_BLOCKS):
+                blocks = min(LANDING_BLOCKS, first + count - at)
+                skip = at - first_index
+                async with self._landing[node].hold(blocks * size) as lease:
+                    target = Target(
+                        self._deployment.snic(self._fabric.node),
+                        self._deployment.snic(node),
+                        landing_region(self._fabric.node),
+                        Transfer.PERSIST,
+                    )
+                    local = (Extent(base + skip * size, blocks * size),)
+                    remote = (Extent(lease.offset, blocks * size),)
+                    await self._fabric.write(target, region, Segment(local, remote))
+                    kept = join_ids(ids[skip : skip + blocks])
+                    await self._fabric.call(node, COMMIT, Commit(kept, target.region, lease.offset))
