@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from .errors import ConfigError
 
 __all__ = [
+    "MAX_CONTEXT",
     "VOCABULARY",
     "Stream",
     "Trajectory",
@@ -46,6 +47,9 @@ __all__ = [
 VOCABULARY = 129_280
 """Token ids are below this: the vocabulary of DeepSeek-V3."""
 
+MAX_CONTEXT = 2**24
+"""No context may pass this: longer ones are a mistake in a trace, and would fill memory."""
+
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
@@ -62,6 +66,8 @@ class Stream(msgspec.Struct, frozen=True):
             raise ValueError(f"a stream of {len(self.lengths)} lengths and {len(self.seeds)} seeds")
         if self.lengths and min(self.lengths) < 1:
             raise ValueError("a stream's spans hold at least one token each")
+        if any(not 0 <= seed < 2**64 for seed in self.seeds):
+            raise ValueError("a stream's seeds are 0 to 2**64 - 1")
 
     def __len__(self) -> int:
         return sum(self.lengths)
@@ -107,6 +113,8 @@ class Turn(msgspec.Struct, frozen=True):
             raise ValueError(f"prompt_tokens = {self.prompt_tokens}: expected 1 or more")
         if self.output_tokens < 0:
             raise ValueError(f"output_tokens = {self.output_tokens}: expected 0 or more")
+        if self.total_tokens > MAX_CONTEXT:
+            raise ValueError(f"a context of {self.total_tokens} tokens: expected at most {MAX_CONTEXT}")
         if not (math.isfinite(self.think_s) and self.think_s >= 0):
             raise ValueError(f"think_s = {self.think_s}: expected a finite number of seconds, 0 or more")
         if self.arrival_s is not None and not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
@@ -257,12 +265,12 @@ def decode(data: bytes) -> Workload:
 class WorkloadStats(msgspec.Struct, frozen=True, kw_only=True):
     """A workload in the terms of the paper's table of trajectories; all lengths are tokens.
 
-    ``append``, ``gen`` and ``context`` are means over trajectories of each trajectory's mean (the only
-    reading under which the published five means agree with each other); ``total`` is the mean last context,
-    output included; a turn's context is its prompt. ``hit_ratio``: of all prompt tokens, those in a leading
-    run of full blocks that an earlier request of the workload had in its prompt or generated, with a cache
-    that never evicts; requests are taken turn by turn over all trajectories, in the order of recorded
-    arrivals where there are any. ``prompt_tokens``, ``hit_tokens``, ``output_tokens`` and
+    ``append`` and ``gen`` are means over trajectories of each trajectory's mean, a first prompt being an append
+    too, and ``context`` the mean prompt over all requests (the reading under which the five published means
+    agree with each other); ``total`` is the mean last context, output included. ``hit_ratio``: of all prompt
+    tokens, those in a leading run of full blocks that an earlier request of the workload had in its prompt or
+    generated, with a cache that never evicts; requests are taken turn by turn over all trajectories, in the
+    order of recorded arrivals where there are any. ``prompt_tokens``, ``hit_tokens``, ``output_tokens`` and
     ``distinct_tokens`` (what such a cache holds at the end: the working set without eviction) are sums.
     """
 
@@ -290,12 +298,16 @@ def workload_stats(workload: Workload, block_tokens: int = 64) -> WorkloadStats:
     appends = [[t.append_tokens(i) for i in range(len(t.turns))] for t in trajectories]
     prompt_tokens = sum(turn.prompt_tokens for t in trajectories for turn in t.turns)
     hit_tokens, distinct = 0, set[int]()
+    marks = {}
     for trajectory, index in _in_order(trajectories):
         turn = trajectory.turns[index]
-        marks = _prefix_marks(trajectory.context(index), block_tokens)
-        known = _known_prefix(marks, distinct)
+        key = (trajectory.id, turn.stream)
+        if key not in marks:
+            marks[key] = _prefix_marks(_longest_cut(trajectory, turn.stream), block_tokens)
+        blocks = marks[key][: turn.total_tokens // block_tokens]
+        known = _known_prefix(blocks, distinct)
         hit_tokens += min(known, turn.prompt_tokens // block_tokens) * block_tokens
-        distinct.update(marks[known:])
+        distinct.update(blocks[known:])
     return WorkloadStats(
         trajectories=len(trajectories),
         requests=workload.requests,
@@ -303,7 +315,7 @@ def workload_stats(workload: Workload, block_tokens: int = 64) -> WorkloadStats:
         append=_mean([_mean(each) for each in appends]),
         gen=_mean([_mean([turn.output_tokens for turn in t.turns]) for t in trajectories]),
         total=_mean([t.turns[-1].total_tokens for t in trajectories]),
-        context=_mean([_mean([turn.prompt_tokens for turn in t.turns]) for t in trajectories]),
+        context=prompt_tokens / workload.requests,
         prompt_tokens=prompt_tokens,
         hit_tokens=hit_tokens,
         output_tokens=sum(turn.output_tokens for t in trajectories for turn in t.turns),
@@ -383,6 +395,12 @@ def _in_order(trajectories: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, 
         for trajectory in by_arrival:
             if index < len(trajectory.turns):
                 yield trajectory, index
+
+
+def _longest_cut(trajectory: Trajectory, stream: int) -> NDArray[np.uint32]:
+    """The longest context that a turn cuts from the stream; the others are prefixes of it."""
+    longest = max(turn.total_tokens for turn in trajectory.turns if turn.stream == stream)
+    return trajectory.streams[stream].tokens(0, longest)
 
 
 def _prefix_marks(tokens: NDArray[np.uint32], block_tokens: int) -> list[int]:
