@@ -1,0 +1,169 @@
+"""Virtual lanes of a port as HTB classes: fixed shares, one payload rate in, whole kernel numbers out.
+
+Pure. A port direction is one HTB tree: a parent at the full rate, below it a class for the high lane (model
+communication), one for KV and one for control, which also takes whatever no filter names. Each is
+guaranteed its share and may use all that the others leave; KV borrows only after the other two.
+
+Rates. HTB charges a packet with its link-layer length, and a GSO super-packet with the headers of each of
+its segments (``qdisc_pkt_len_init``), so a full segment of ``SEGMENT_PAYLOAD`` bytes costs ``SEGMENT_WIRE``.
+The parent's rate is the payload rate times that ratio. Class rates are whole bytes per second; a rate whose
+lanes cannot be expressed so within ``RATE_TOLERANCE`` is refused, never rounded further.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from types import MappingProxyType
+
+import msgspec
+
+from .errors import TopologyError
+
+__all__ = [
+    "DSCP_OF_LANE",
+    "MTU_BYTES",
+    "RATE_TOLERANCE",
+    "SEGMENT_PAYLOAD",
+    "SEGMENT_WIRE",
+    "LaneClass",
+    "LaneFilter",
+    "LaneShares",
+    "PortPlan",
+    "gso_max_bytes",
+    "port_plan",
+]
+
+MTU_BYTES = 1500
+SEGMENT_PAYLOAD = 1448
+"""MTU less IPv4 (20) and TCP with timestamps (32)."""
+SEGMENT_WIRE = 1514
+"""MTU and the Ethernet header, which is what a qdisc counts."""
+RATE_TOLERANCE = 1e-3
+
+CONTROL_LANE, MODEL_LANE, KV_LANE, SPARE_LANE = range(4)
+
+DSCP_OF_LANE: Mapping[int, int] = MappingProxyType(
+    {CONTROL_LANE: 0x00, MODEL_LANE: 0xB8, KV_LANE: 0x28, SPARE_LANE: 0x48}
+)
+"""IP_TOS byte (code point << 2) of virtual lanes 0 to 3: default, EF, AF11, AF21. Spare has no class yet."""
+
+ROOT_MINOR, HIGH_MINOR, KV_MINOR, CONTROL_MINOR = 0x1, 0x10, 0x20, 0x30
+
+_PARENT_OF_ALL = 0
+_MIN_BURST_BYTES = 4096
+_BURST_S = 125e-6
+_QUANTUM_BYTES = 65536
+_MAX_RATE = 2**63 - 1
+
+
+class LaneShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Guaranteed shares of a port. Children above their parent overshoot the link silently, hence <= 1."""
+
+    high: float = 0.985
+    kv: float = 0.010
+    control: float = 0.005
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
+                raise TopologyError(f"lanes.{name} = {value!r}: expected a share between 0 and 1")
+        total = math.fsum((self.high, self.kv, self.control))
+        if total > 1 + 1e-12:
+            raise TopologyError(
+                f"lanes: high + kv + control = {total:.6g}: expected at most 1, or the classes overshoot the link"
+            )
+
+
+class LaneClass(msgspec.Struct, frozen=True):
+    """One HTB class. Rates in bytes/s, bursts and quantum in bytes; ``parent`` 0 is the qdisc itself."""
+
+    minor: int
+    parent: int
+    rate: int
+    ceil: int
+    burst: int
+    cburst: int
+    prio: int
+    quantum: int = _QUANTUM_BYTES
+
+
+class LaneFilter(msgspec.Struct, frozen=True):
+    """Packets whose code point is that of ``tos`` belong to class ``minor``."""
+
+    tos: int
+    minor: int
+
+
+class PortPlan(msgspec.Struct, frozen=True):
+    """One port direction: its classes, parent first, its filters, and where unnamed packets go."""
+
+    payload_bytes_s: float
+    classes: tuple[LaneClass, ...]
+    filters: tuple[LaneFilter, ...]
+    default_minor: int
+
+
+def port_plan(payload_bytes_s: float, shares: LaneShares) -> PortPlan:
+    """The HTB tree that lets full TCP segments carry ``payload_bytes_s``. TopologyError if it cannot."""
+    if (
+        isinstance(payload_bytes_s, bool)
+        or not isinstance(payload_bytes_s, int | float)
+        or not 0 < payload_bytes_s < math.inf
+    ):
+        raise TopologyError(f"emulated rate {payload_bytes_s!r}: expected a positive, finite number of bytes/s")
+    wire = Fraction(payload_bytes_s) * Fraction(SEGMENT_WIRE, SEGMENT_PAYLOAD)
+    full = _whole(wire, round(wire), payload_bytes_s)
+    burst = _burst(full)
+
+    # Lanes round down, so that together they never exceed their parent.
+    def lane(minor: int, share: float, prio: int) -> LaneClass:
+        exact = wire * Fraction(share)
+        rate = _whole(exact, math.floor(exact), payload_bytes_s)
+        return LaneClass(minor, ROOT_MINOR, rate, full, _burst(rate), burst, prio)
+
+    leaves = [
+        lane(HIGH_MINOR, shares.high, 0),
+        lane(KV_MINOR, shares.kv, 1),
+        lane(CONTROL_MINOR, shares.control, 0),
+    ]
+    return PortPlan(
+        payload_bytes_s=float(payload_bytes_s),
+        classes=(LaneClass(ROOT_MINOR, _PARENT_OF_ALL, full, full, burst, burst, 0), *leaves),
+        filters=(
+            LaneFilter(DSCP_OF_LANE[MODEL_LANE], HIGH_MINOR),
+            LaneFilter(DSCP_OF_LANE[KV_LANE], KV_MINOR),
+        ),
+        default_minor=CONTROL_MINOR,
+    )
+
+
+def gso_max_bytes(payload_bytes_s: float) -> int:
+    """The largest super-packet for a link of this rate, in bytes.
+
+    HTB lets a super-packet go whole, so on a slow link large ones make a single message arrive too early.
+    """
+    wire = payload_bytes_s * SEGMENT_WIRE / SEGMENT_PAYLOAD
+    for limit, size in ((12.5e6, 4096), (125e6, 8192), (500e6, 32768)):
+        if wire <= limit:
+            return size
+    return 65536
+
+
+def _whole(rate: Fraction, whole: int, payload_bytes_s: float) -> int:
+    """``whole`` bytes/s in place of ``rate``, if that is near enough."""
+    if whole > _MAX_RATE:
+        raise TopologyError(f"emulated rate {payload_bytes_s:.6g} bytes/s: above what the kernel can express")
+    if abs(whole - rate) > rate * Fraction(RATE_TOLERANCE):
+        raise TopologyError(
+            f"emulated rate {payload_bytes_s:.6g} bytes/s: a lane would get {float(rate):.3g} bytes/s, which HTB's"
+            f" whole bytes per second miss by more than {RATE_TOLERANCE:.1%}; use a faster link or less dilation"
+        )
+    return whole
+
+
+def _burst(rate: int) -> int:
+    """Bytes that may go late at once: what accrues while a timer of the kernel is late."""
+    return max(_MIN_BURST_BYTES, round(rate * _BURST_S))
