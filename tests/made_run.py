@@ -1,0 +1,206 @@
+"""A made-up run in which every invariant holds, for the tests of what is computed from records.
+
+Its requests follow the two read paths on one PE and one DE node, one at a time, message by message; nothing in
+it comes from the formulas under test.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from emulator.config import Member, ReplayConfig, RunConfig
+from emulator.kvcache import Layout
+from emulator.metrics import Port, Setup
+from emulator.records import (
+    BatchRecord,
+    Decision,
+    HostSample,
+    NodeRecord,
+    PoolRecord,
+    PortBytes,
+    RequestRecord,
+    RunRecords,
+    TransferBytes,
+)
+from emulator.scale import Scale
+from emulator.verify import Evidence
+
+__all__ = ["RATE_BPS", "evidence", "made_config", "replace_node", "replace_request"]
+
+LAYOUT = Layout(layers=3, kv_bytes=4)
+TOKEN = 3 * 4
+BLOCK = 64 * TOKEN
+RATE_BPS = 20_000.0
+WINDOW_S = 1.0
+ROLES = {"pe0": "pe", "de0": "de", "st0": "storage", "st1": "storage", "sched": "scheduler", "client": "client"}
+
+
+def made_config() -> RunConfig:
+    """The configuration that the made-up run belongs to."""
+    members = tuple(
+        Member(name, role, 2 if role in ("pe", "de") else 0)  # type: ignore[arg-type]
+        for name, role in ROLES.items()
+    )
+    topology = {
+        "name": "made",
+        "nodes": {"pe": 1, "de": 1},
+        "links": [{"nic": "cnic", "gbps": 0.5}, {"nic": "snic"}],
+    }
+    return RunConfig(topology=topology, members=members, replay=ReplayConfig(agents=2))
+
+
+class _Ledger:
+    """Both sides' books, and the ports' counters."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[tuple[str, str, str]] = Counter()
+        self.received: Counter[tuple[str, str, str]] = Counter()
+        self.messages: Counter[tuple[str, str, str]] = Counter()
+        self.ports: dict[tuple[str, str, str], list[int]] = {}
+
+    def move(self, transfer: str, src: str, dst: str, payload: int, at_s: float) -> None:
+        """One message between "node nic" and "node nic", in place at ``at_s``."""
+        if not payload:
+            return
+        (src_node, src_nic), (dst_node, dst_nic) = src.split(), dst.split()
+        key = (transfer, src_node, dst_node)
+        self.sent[key] += payload
+        self.received[key] += payload
+        self.messages[key] += 1
+        for port in ((src_node, src_nic, "read"), (dst_node, dst_nic, "write")):
+            windows = self.ports.setdefault(port, [])
+            index = int(at_s // WINDOW_S)
+            windows.extend([0] * (index + 1 - len(windows)))
+            windows[index] += payload
+
+    def node(self, name: str) -> dict[str, object]:
+        def rows(book: Counter[tuple[str, str, str]], end: int) -> tuple[TransferBytes, ...]:
+            return tuple(TransferBytes(*k, book[k], self.messages[k]) for k in sorted(book) if k[end] == name)
+
+        ports = tuple(
+            PortBytes(nic, direction, 2, sum(w), sum(1 for b in w if b), float(len(w)), WINDOW_S, tuple(w))  # type: ignore[arg-type]
+            for (node, nic, direction), w in sorted(self.ports.items())
+            if node == name
+        )
+        return {"sent": rows(self.sent, 1), "received": rows(self.received, 2), "ports": ports}
+
+
+def evidence(agents: int = 3, turns: int = 3, *, hosts: bool = True) -> Evidence:
+    """A run of ``agents`` x ``turns`` requests, alternately on both paths; consistent in every respect.
+
+    Every turn's prompt is its predecessor's prompt and output and 100 tokens more. ``hosts``: with samples of
+    the wall clock, as on real sockets.
+    """
+    ledger = _Ledger()
+    requests: list[RequestRecord] = []
+    decisions: list[Decision] = []
+    batches: list[BatchRecord] = []
+    continues: dict[str, bool] = {}
+    now = 1.0
+    for turn in range(turns):
+        for agent in range(agents):
+            prompt, output = 150 + 170 * turn + agent, 70
+            written = (prompt - 100) // 64 * 64 if turn else 0
+            hit = min(written, (prompt - 1) // 64 * 64)
+            path = "pe" if (turn + agent) % 2 else "de"
+            name = f"a{agent}.{turn}"
+            first_batch, last_batch = prompt - hit - 40, 40
+            at = now
+            steps = (0.0, 0.05, 0.1, 0.2, 0.9, 1.0, 1.6, 2.0, 2.1, 3.48)
+            stamps = [at + s for s in steps]
+            _traffic(ledger, path, prompt, hit, output, stamps)
+            decisions.append(Decision(name, "pe0/0", "de0/1", path, hit // 64))  # type: ignore[arg-type]
+            index = len(batches)
+            batches.append(BatchRecord("pe0/0", index, (name,), ((hit, first_batch),), at + 1.0, at + 1.3))
+            batches.append(
+                BatchRecord("pe0/0", index + 1, (name,), ((hit + first_batch, last_batch),), at + 1.3, at + 1.6)
+            )
+            requests.append(
+                RequestRecord(
+                    id=name,
+                    trajectory=f"a{agent}",
+                    turn=turn,
+                    status="done",
+                    path=path,  # type: ignore[arg-type]
+                    pe="pe0/0",
+                    de="de0/1",
+                    prompt_tokens=prompt,
+                    hit_tokens=hit,
+                    output_tokens=output,
+                    persisted_tokens=(prompt + output) // 64 * 64 - hit,
+                    arrived_s=stamps[0],
+                    eligible_s=stamps[1],
+                    scheduled_s=stamps[2],
+                    allocated_s=stamps[3],
+                    read_s=stamps[4],
+                    prefill_start_s=stamps[5],
+                    computed_s=stamps[6],
+                    transferred_s=stamps[7],
+                    first_token_s=stamps[8],
+                    last_token_s=stamps[9],
+                    settled_s=at + 3.6,
+                    token_gaps=((0.02, 69),),
+                    model_tokens=tuple((7 * i + 31 * turn + agent) % 1000 for i in range(output + 1)),
+                )
+            )
+            continues[name] = turn > 0
+            now += 4.0
+    nodes = tuple(
+        NodeRecord(
+            node=name,
+            **ledger.node(name),  # type: ignore[arg-type]
+            pools=(PoolRecord(f"{name}.buffer", 40, 40, 12),) if role in ("pe", "de") else (),
+            batches=tuple(batches) if role == "pe" else (),
+            decisions=tuple(decisions) if role == "scheduler" else (),
+            host=HostSample((0.05, 0.3, 2.0), 10.0, 400.0, 0) if hosts else None,
+        )
+        for name, role in ROLES.items()
+    )
+    nics = {"pe": ("cnic0", "cnic1", "snic0"), "de": ("cnic0", "cnic1", "snic0"), "storage": ("snic0",)}
+    ports = tuple(
+        Port(name, nic, role, RATE_BPS * (1.25 if role == "storage" else 1.0))  # type: ignore[arg-type]
+        for name, role in ROLES.items()
+        for nic in nics.get(role, ())
+    )
+    return Evidence(
+        setup=Setup(layout=LAYOUT, scale=Scale(model_kv_bytes=704, kv_bytes=4, dilation=10.0), ports=ports),
+        records=RunRecords(t0_s=0.5, ended_s=now + 1.0, requests=tuple(requests), nodes=nodes),
+        expected={r.id: r.model_tokens for r in requests},
+        continues=continues,
+    )
+
+
+def _traffic(ledger: _Ledger, path: str, prompt: int, hit: int, output: int, stamps: list[float]) -> None:
+    """Every arrow of the paper's figure 4 for one request, layer by layer where it is layerwise."""
+    _, _, _, _, read, _, computed, transferred, _, last = stamps
+    pe, de = "pe0 cnic0", "de0 cnic1"
+    reader = "pe0 snic0" if path == "pe" else "de0 snic0"
+    for block in range(hit // 64):
+        ledger.move(f"{path.upper()}_READ", f"st{block % 2} snic0", reader, BLOCK, read)
+    for _layer in range(3):
+        row = TOKEN // 3
+        if path == "pe":
+            ledger.move("PE_H2D", pe, pe, hit * row, computed)
+            ledger.move("PE_OUT", pe, de, prompt * row, computed)
+        else:
+            ledger.move("DE_LOAD", de, pe, hit * row, computed)
+            ledger.move("DE_MISS", pe, de, (prompt - hit) * row, computed)
+    ledger.move("PE_DE_H2D" if path == "pe" else "DE_H2D", de, de, prompt * TOKEN, transferred)
+    for block in range(hit // 64, (prompt + output) // 64):
+        if (block + 1) * 64 > prompt:
+            ledger.move("D2H", de, de, BLOCK, last)
+        ledger.move("PERSIST", "de0 snic0", f"st{block % 2} snic0", BLOCK, last)
+
+
+def replace_request(made: Evidence, name: str, **changes: object) -> Evidence:
+    """The same run with fields of one request changed."""
+    rows = tuple(msgspec.structs.replace(r, **changes) if r.id == name else r for r in made.records.requests)
+    return msgspec.structs.replace(made, records=msgspec.structs.replace(made.records, requests=rows))
+
+
+def replace_node(made: Evidence, name: str, **changes: object) -> Evidence:
+    """The same run with fields of one node's record changed."""
+    nodes = tuple(msgspec.structs.replace(n, **changes) if n.node == name else n for n in made.records.nodes)
+    return msgspec.structs.replace(made, records=msgspec.structs.replace(made.records, nodes=nodes))

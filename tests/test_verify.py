@@ -1,0 +1,246 @@
+"""Laws of the invariants: they hold on a sound run, and each fails on a run that breaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emulator import verify
+from emulator.records import Decision, NodeRecord, RequestRecord
+from emulator.verify import Evidence
+
+from .made_run import evidence, replace_node, replace_request
+
+Mutation = Callable[[Evidence], Evidence]
+
+
+def node(made: Evidence, name: str) -> NodeRecord:
+    return next(n for n in made.records.nodes if n.node == name)
+
+
+def request(made: Evidence, name: str) -> RequestRecord:
+    return next(r for r in made.records.requests if r.id == name)
+
+
+def row(made: Evidence, name: str, field: str, at: int, **changes: Any) -> Evidence:
+    """Change one row of one table of a node."""
+    rows = list(getattr(node(made, name), field))
+    rows[at] = msgspec.structs.replace(rows[at], **changes)
+    return replace_node(made, name, **{field: tuple(rows)})
+
+
+def records(made: Evidence, **changes: Any) -> Evidence:
+    return msgspec.structs.replace(made, records=msgspec.structs.replace(made.records, **changes))
+
+
+def twice(made: Evidence) -> Evidence:
+    return records(made, requests=(*made.records.requests, made.records.requests[0]))
+
+
+def lost(made: Evidence) -> Evidence:
+    return records(made, requests=made.records.requests[:-1])
+
+
+def flipped_token(made: Evidence) -> Evidence:
+    tokens = list(request(made, "a1.1").model_tokens)
+    tokens[40] ^= 1
+    return replace_request(made, "a1.1", model_tokens=tuple(tokens))
+
+
+def no_reference(made: Evidence) -> Evidence:
+    return msgspec.structs.replace(made, expected={k: v for k, v in made.expected.items() if k != "a0.0"})
+
+
+def short_tokens(made: Evidence) -> Evidence:
+    tokens = request(made, "a0.0").model_tokens[:-1]
+    both = msgspec.structs.replace(made, expected={**made.expected, "a0.0": tokens})
+    return replace_request(both, "a0.0", model_tokens=tokens)
+
+
+def decided_twice(made: Evidence) -> Evidence:
+    decisions = node(made, "sched").decisions
+    return replace_node(made, "sched", decisions=(*decisions, decisions[0]))
+
+
+def decided_for_nobody(made: Evidence) -> Evidence:
+    ghost = Decision("ghost", "pe0/0", "de0/1", "pe", 0)
+    return replace_node(made, "sched", decisions=(*node(made, "sched").decisions, ghost))
+
+
+def undecided(made: Evidence) -> Evidence:
+    return replace_node(made, "sched", decisions=node(made, "sched").decisions[1:])
+
+
+def other_path(made: Evidence) -> Evidence:
+    path = request(made, "a0.1").path
+    return replace_request(made, "a0.1", path="de" if path == "pe" else "pe")
+
+
+def double_rate(made: Evidence) -> Evidence:
+    """The topology says half of what the links carry when busy: 70 busy windows show it."""
+    port = node(made, "pe0").ports[0]
+    windows = (30_000,) * 70
+    return row(made, "pe0", "ports", 0, windows=windows, payload_bytes=sum(windows), nic=port.nic)
+
+
+def unknown_port(made: Evidence) -> Evidence:
+    return row(made, "pe0", "ports", 0, nic="cnic7")
+
+
+def stray_transfer(made: Evidence) -> Evidence:
+    return row(made, "pe0", "sent", 0, src="pe1")
+
+
+def counted_twice(made: Evidence) -> Evidence:
+    sent = node(made, "pe0").sent
+    return replace_node(made, "pe0", sent=(*sent, sent[0]))
+
+
+def more_on_both_sides(made: Evidence) -> Evidence:
+    """One byte more on both sides' books and ports: only the sum over requests can tell."""
+    at = next(i for i, t in enumerate(node(made, "de0").sent) if t.transfer == "PERSIST" and t.dst == "st0")
+    t = node(made, "de0").sent[at]
+    back = next(i for i, u in enumerate(node(made, "st0").received) if u.transfer == "PERSIST")
+    more = row(made, "de0", "sent", at, payload_bytes=t.payload_bytes + 1)
+    return row(more, "st0", "received", back, payload_bytes=t.payload_bytes + 1)
+
+
+def hit_less(made: Evidence) -> Evidence:
+    r = request(made, "a0.2")
+    return replace_request(made, "a0.2", hit_tokens=r.hit_tokens - 64)
+
+
+def batch_numbers(made: Evidence) -> Evidence:
+    return row(made, "pe0", "batches", 1, index=7)
+
+
+def batch_backwards(made: Evidence) -> Evidence:
+    return row(made, "pe0", "batches", 1, started_s=0.1, ended_s=0.05)
+
+
+def chunk_missing(made: Evidence) -> Evidence:
+    batches = list(node(made, "pe0").batches)
+    batches[1] = msgspec.structs.replace(batches[1], requests=(), shape=())
+    return replace_node(made, "pe0", batches=tuple(batches))
+
+
+def chunk_twice(made: Evidence) -> Evidence:
+    return row(made, "pe0", "batches", 1, shape=node(made, "pe0").batches[0].shape)
+
+
+def on_request(name: str, **changes: Any) -> Mutation:
+    return lambda made: replace_request(made, name, **changes)
+
+
+def on_row(name: str, field: str, at: int, **changes: Any) -> Mutation:
+    return lambda made: row(made, name, field, at, **changes)
+
+
+MUTATIONS: list[tuple[str, str, Mutation]] = [
+    ("requests conserved", "2 records", twice),
+    ("requests conserved", "left no record", lost),
+    ("requests conserved", "with an error", on_request("a0.0", error="odd")),
+    ("requests conserved", "without a reason", on_request("a0.0", status="failed")),
+    ("requests conserved", "without engines", on_request("a0.0", de=None)),
+    ("tokens equal", "token 40", flipped_token),
+    ("tokens equal", "has no tokens", no_reference),
+    ("tokens equal", "needs 71", short_tokens),
+    ("decisions followed", "decided 2 times", decided_twice),
+    ("decisions followed", "ghost", decided_for_nobody),
+    ("decisions followed", "without a decision", undecided),
+    ("decisions followed", "decided as", other_path),
+    ("whole blocks", "expected whole blocks", on_request("a0.1", hit_tokens=100)),
+    ("whole blocks", "a token left", on_request("a0.0", hit_tokens=192, prompt_tokens=192)),
+    ("whole blocks", "persisted 0", on_request("a0.0", persisted_tokens=0)),
+    ("pools whole", "39 free of 40", on_row("pe0", "pools", 0, free=39)),
+    ("pools whole", "41 used", on_row("pe0", "pools", 0, peak_used=41)),
+    ("received as sent", "sent", on_row("pe0", "received", 0, payload_bytes=1)),
+    ("received as sent", "messages", on_row("pe0", "received", 0, messages=1)),
+    ("received as sent", "nothing", lambda m: replace_node(m, "st0", received=())),
+    ("received as sent", "not its own", stray_transfer),
+    ("received as sent", "counted twice", counted_twice),
+    ("step bytes", "persist: ", more_on_both_sides),
+    ("step bytes", "requests account for", on_request("a0.0", output_tokens=71 + 64)),
+    ("ports carry transfers", "NICs carried", on_row("pe0", "ports", 0, payload_bytes=1)),
+    ("ports carry transfers", "windows hold", on_row("pe0", "ports", 0, windows=(1,))),
+    ("rates kept", "above 20000 B/s", double_rate),
+    ("rates kept", "not in the topology", unknown_port),
+    ("causality", "read_s", on_request("a0.0", allocated_s=100.0)),
+    ("causality", "done without first_token_s", on_request("a0.0", first_token_s=None)),
+    ("causality", "first_token_s", on_request("a0.0", transferred_s=3.2)),
+    ("causality", "without settled_s", on_request("a0.0", settled_s=None)),
+    ("causality", "before computed_s", on_request("a0.0", settled_s=1.1)),
+    ("turns in order", "arrived at", on_request("a0.1", arrived_s=1.0)),
+    ("turns in order", "eligible at", on_request("a0.1", eligible_s=1.0)),
+    ("written is read", "had written", hit_less),
+    ("breakdown is TTFT", "reading takes", on_request("a0.0", allocated_s=100.0)),
+    ("breakdown is TTFT", "without a breakdown", on_request("a0.0", read_s=None)),
+    ("breakdown is TTFT", "sums to", on_request("a0.0", eligible_s=float("nan"))),
+    ("gaps fill decode", "68 gaps", on_request("a0.0", token_gaps=((0.02, 68),))),
+    ("gaps fill decode", "gaps sum", on_request("a0.0", token_gaps=((0.03, 69),))),
+    ("clocks", "run lasts", lambda m: records(m, t0_s=-1.0)),
+    ("clocks", "outside the run", lambda m: records(m, ended_s=20.0)),
+    ("clocks", "go back", on_request("a0.0", token_gaps=((-0.02, 69),))),
+    ("clocks", "batches numbered", batch_numbers),
+    ("clocks", "batch 1 lasts", batch_backwards),
+    ("clocks", "starts before", on_row("pe0", "batches", 1, started_s=0.1)),
+    ("batches cover", "end at token", chunk_missing),
+    ("batches cover", "expected 110 cached", chunk_twice),
+    ("batches cover", "assigned to", on_request("a0.0", pe="pe0/1")),
+    ("batches cover", "left no record", on_row("pe0", "batches", 0, requests=("ghost",))),
+    ("batches cover", "shapes", on_row("pe0", "batches", 0, shape=())),
+    ("batches cover", "is read at", on_row("pe0", "batches", 0, started_s=1.2)),
+]
+
+
+@given(st.integers(1, 4), st.integers(1, 4))
+@settings(max_examples=16, deadline=None)
+def test_a_sound_run_breaks_nothing(agents: int, turns: int) -> None:
+    """On a run whose every byte, token and stamp is right, every invariant holds."""
+    findings = verify.verify(evidence(agents, turns))
+    assert [f for f in findings if not f.ok] == []
+    assert [f.number for f in findings] == list(range(1, len(verify.INVARIANTS) + 1))
+
+
+@pytest.mark.parametrize(("invariant", "fault", "mutate"), MUTATIONS)
+def test_a_broken_run_is_found_out(invariant: str, fault: str, mutate: Mutation) -> None:
+    """For every way to break an invariant, its check says so and names the fault."""
+    finding = next(f for f in verify.verify(mutate(evidence())) if f.invariant == invariant)
+    assert not finding.ok
+    assert fault in finding.detail
+
+
+def test_every_invariant_can_fail() -> None:
+    """No invariant is without a run that breaks it."""
+    assert {name for name, _, _ in MUTATIONS} == {i.name for i in verify.INVARIANTS}
+
+
+def test_a_failed_request_loosens_step_bytes_by_its_own_bytes_only() -> None:
+    """What a failed request had moved is unknown, up to all of its bytes; others' bytes stay exact."""
+    failed = replace_request(evidence(), "a0.2", status="failed", error="peer lost")
+    assert next(f for f in verify.verify(failed) if f.invariant == "step bytes").ok
+    refused = replace_request(evidence(), "a0.2", status="failed", error="refused", path=None)
+    finding = next(f for f in verify.verify(refused) if f.invariant == "step bytes")
+    assert not finding.ok
+
+
+def test_tokens_equal_has_no_answer_without_tokens() -> None:
+    """Tokens are equal, or not, or nothing was done and there is no answer."""
+    made = evidence()
+    assert verify.tokens_equal(made) is True
+    assert verify.tokens_equal(flipped_token(made)) is False
+    assert verify.tokens_equal(records(made, requests=())) is None
+
+
+def test_many_faults_are_counted_not_listed() -> None:
+    """A finding spells out a few faults and counts the rest."""
+    made = evidence()
+    for r in made.records.requests:
+        made = replace_request(made, r.id, model_tokens=())
+    finding = next(f for f in verify.verify(made) if f.invariant == "tokens equal")
+    assert finding.detail.endswith("and 6 more")
