@@ -1,0 +1,123 @@
+"""Counting what moves: bytes per transfer and bytes, busy time and windows per port, in model time.
+
+Pure: every method is told the time. Sender and receiver each keep books of their own, so that a run can hold
+one against the other.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..records import PortBytes, TransferBytes
+from .interface import Transfer, VirtualLane
+
+__all__ = ["Books", "PortMeter"]
+
+Direction = Literal["read", "write"]
+
+
+class PortMeter:
+    """One direction of a NIC on one lane. Busy while at least one message is outstanding."""
+
+    __slots__ = (
+        "_busy_s",
+        "_messages",
+        "_outstanding",
+        "_payload_bytes",
+        "_since_s",
+        "_window_s",
+        "_windows",
+        "key",
+    )
+
+    def __init__(self, nic: str, direction: Direction, lane: VirtualLane, window_s: float) -> None:
+        self.key = (nic, direction, lane)
+        self._window_s = window_s
+        self._windows: list[int] = []
+        self._payload_bytes = self._messages = self._outstanding = 0
+        self._busy_s = self._since_s = 0.0
+
+    def begin(self, now_s: float) -> None:
+        """A message is outstanding from now on."""
+        if not self._outstanding:
+            self._since_s = now_s
+        self._outstanding += 1
+
+    def end(self, now_s: float, payload_bytes: int) -> None:
+        """A message is in place; its bytes count in the window of this moment."""
+        self.drop(now_s)
+        self._payload_bytes += payload_bytes
+        self._messages += 1
+        index = int(now_s // self._window_s)
+        if index >= len(self._windows):
+            self._windows.extend([0] * (index + 1 - len(self._windows)))
+        self._windows[index] += payload_bytes
+
+    def drop(self, now_s: float) -> None:
+        """A message is no longer outstanding and never came into place."""
+        self._outstanding -= 1
+        if not self._outstanding:
+            self._busy_s += now_s - self._since_s
+
+    def record(self, now_s: float) -> PortBytes:
+        """The counters as of now."""
+        nic, direction, lane = self.key
+        running = now_s - self._since_s if self._outstanding else 0.0
+        return PortBytes(
+            nic=nic,
+            direction=direction,
+            lane=int(lane),
+            payload_bytes=self._payload_bytes,
+            messages=self._messages,
+            busy_s=self._busy_s + running,
+            window_s=self._window_s,
+            windows=tuple(self._windows),
+        )
+
+
+class Books:
+    """All counters of one node: what it sent, what it received, its ports."""
+
+    def __init__(self, window_s: float) -> None:
+        if not 0 < window_s < float("inf"):
+            raise ValueError(f"window_s {window_s}: expected a positive, finite number")
+        self._window_s = window_s
+        self._ports: dict[tuple[str, Direction, VirtualLane], PortMeter] = {}
+        self._sent: dict[tuple[Transfer, str, str], list[int]] = {}
+        self._received: dict[tuple[Transfer, str, str], list[int]] = {}
+
+    def port(self, nic: str, direction: Direction, lane: VirtualLane) -> PortMeter:
+        """The meter of one direction and lane, made on first use."""
+        key = (nic, direction, lane)
+        meter = self._ports.get(key)
+        if meter is None:
+            meter = self._ports[key] = PortMeter(nic, direction, lane, self._window_s)
+        return meter
+
+    def count_sent(self, transfer: Transfer, src: str, dst: str, payload_bytes: int) -> None:
+        """A message of this node is complete."""
+        row = self._sent.setdefault((transfer, src, dst), [0, 0])
+        row[0] += payload_bytes
+        row[1] += 1
+
+    def count_received(self, transfer: Transfer, src: str, dst: str, payload_bytes: int) -> None:
+        """A message is in place on this node."""
+        row = self._received.setdefault((transfer, src, dst), [0, 0])
+        row[0] += payload_bytes
+        row[1] += 1
+
+    def sent(self) -> tuple[TransferBytes, ...]:
+        """Sorted by transfer, source, destination."""
+        return _transfers(self._sent)
+
+    def received(self) -> tuple[TransferBytes, ...]:
+        """Sorted by transfer, source, destination."""
+        return _transfers(self._received)
+
+    def ports(self, now_s: float) -> tuple[PortBytes, ...]:
+        """Sorted by NIC, direction, lane."""
+        return tuple(self._ports[key].record(now_s) for key in sorted(self._ports))
+
+
+def _transfers(rows: dict[tuple[Transfer, str, str], list[int]]) -> tuple[TransferBytes, ...]:
+    return tuple(TransferBytes(key[0].name, key[1], key[2], *rows[key]) for key in sorted(rows))

@@ -1,0 +1,281 @@
+"""The accepting side of a queue pair over TCP: bytes go straight into registered regions, counts go back.
+
+One task per connection. It reads into one buffer of its own, in which headers and small messages arrive many
+at a time; the rest of a message that is not yet complete there is received in place, together with whatever
+follows it, in one call. Before it waits, it says how many messages are in place: one count for all that the
+last call brought.
+
+No byte of a payload is placed before its whole header is checked against this node's regions. A violation is
+told to the sender, logged here, and ends the connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+import trio
+
+from ..errors import EmulatorError, PeerLost, ProtocolViolation, error_from_code
+from ..extent import scatter
+from .interface import Endpoint, Marks, Region
+from .meter import Books
+from .sockets import close, receive, retransmits
+from .wire import (
+    Header,
+    PairHello,
+    decode_header,
+    decode_hello,
+    encode_ack,
+    encode_violation,
+)
+
+__all__ = ["MarkTable", "Reception"]
+
+RECEIVE_BYTES = 256 * 1024
+LAST_WORD_S = 1.0
+
+_log = structlog.get_logger()
+
+
+class TagMarks(Marks):
+    """How many messages of one tag are in place, and who waits for more."""
+
+    def __init__(self, table: MarkTable, tag: str) -> None:
+        self._table = table
+        self._tag = tag
+        self._arrived = 0
+        self._error: EmulatorError | None = None
+        self._waiting: list[tuple[int, trio.Event]] = []
+        self.senders: set[object] = set()
+
+    @property
+    def arrived(self) -> int:
+        return self._arrived
+
+    async def wait(self, count: int) -> None:
+        if self._arrived >= count:
+            await trio.lowlevel.checkpoint()
+            return
+        if self._error is None:
+            entry = (count, trio.Event())
+            self._waiting.append(entry)
+            try:
+                await entry[1].wait()
+            finally:
+                if entry in self._waiting:
+                    self._waiting.remove(entry)
+        else:
+            await trio.lowlevel.checkpoint()
+        if self._arrived < count:
+            assert self._error is not None
+            raise error_from_code(self._error.code, self._error.text, self._error.definite)
+
+    def forget(self) -> None:
+        self._table.forget(self._tag)
+
+    def bump(self) -> None:
+        """One more message is in place."""
+        self._arrived += 1
+        if self._waiting:
+            self._wake(self._arrived)
+
+    def fail(self, error: EmulatorError) -> None:
+        """A sender of the tag is gone: nobody may wait for what is missing."""
+        self._error = error
+        self._wake(max((count for count, _ in self._waiting), default=0))
+
+    def _wake(self, upto: int) -> None:
+        due = [entry for entry in self._waiting if entry[0] <= upto]
+        self._waiting = [entry for entry in self._waiting if entry[0] > upto]
+        for _, event in due:
+            event.set()
+
+
+class MarkTable:
+    """The marks of a node by tag."""
+
+    def __init__(self) -> None:
+        self._tags: dict[str, TagMarks] = {}
+
+    def get(self, tag: str) -> TagMarks:
+        """The marks of ``tag``, made on first mention."""
+        marks = self._tags.get(tag)
+        if marks is None:
+            marks = self._tags[tag] = TagMarks(self, tag)
+        return marks
+
+    def forget(self, tag: str) -> None:
+        self._tags.pop(tag, None)
+
+    def lose(self, sender: object, error: EmulatorError) -> None:
+        """Fail the marks of every tag that ``sender`` has sent."""
+        for marks in list(self._tags.values()):
+            if sender in marks.senders:
+                marks.fail(error)
+
+
+class Reception:
+    """One accepted data connection.
+
+    ``endpoint`` is the one whose address it came to; ``source_of`` gives an endpoint's address, so that a
+    hello can be held against where the connection comes from.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        endpoint: Endpoint,
+        address_of: Callable[[Endpoint], str],
+        regions: Mapping[str, Region],
+        marks: MarkTable,
+        books: Books,
+        now: Callable[[], float],
+    ) -> None:
+        self._sock = sock
+        self._endpoint = endpoint
+        self._address_of = address_of
+        self._regions = regions
+        self._marks = marks
+        self._books = books
+        self._now = now
+        self._array = np.empty(RECEIVE_BYTES, dtype=np.uint8)
+        self._view = self._array.data
+        self._scratch = np.empty(0, dtype=np.uint8)
+        self._start = self._end = 0
+        self._placed = self._told = 0
+
+    def retransmits(self) -> int:
+        """Segments that TCP had to send again so far."""
+        return retransmits(self._sock) if self._sock.fileno() >= 0 else 0
+
+    async def run(self) -> tuple[PairHello | None, EmulatorError]:
+        """Serve the connection to its end: whose it was, None if it never said, and why it ended."""
+        hello: PairHello | None = None
+        error: EmulatorError = PeerLost(f"{self._endpoint.node}: this node's fabric is closed")
+        try:
+            hello = await self._hello()
+            await self._serve(hello)
+        except ProtocolViolation as violation:
+            error = violation
+            peer = hello.src.node if hello is not None else None
+            _log.error("protocol_violation", node=self._endpoint.node, peer=peer, reason=violation.text)
+            await self._say_last(encode_violation(violation.text))
+        except (OSError, EOFError) as reason:
+            error = PeerLost(f"{hello.src.node if hello is not None else 'a peer'}: {reason}")
+        finally:
+            self._marks.lose(self, error)
+            close(self._sock)
+        return hello, error
+
+    async def _hello(self) -> PairHello:
+        while (found := decode_hello(self._view[: self._end], PairHello)) is None:
+            self._end += await receive(self._sock, [self._view[self._end :]])
+        hello, self._start = found
+        if hello.dst != self._endpoint:
+            raise ProtocolViolation(f"hello for {hello.dst} came to {self._endpoint}")
+        peer = self._sock.getpeername()[0]
+        try:
+            expected = self._address_of(hello.src)
+        except KeyError:
+            raise ProtocolViolation(f"hello from {hello.src}, which the address plan does not have") from None
+        if peer != expected:
+            raise ProtocolViolation(f"hello from {hello.src} came from {peer}, expected {expected}")
+        return hello
+
+    async def _serve(self, hello: PairHello) -> NoReturn:
+        src, dst = hello.src.node, hello.dst.node
+        meter = self._books.port(hello.dst.nic, "write", hello.lane)
+        while True:
+            header = await self._header()
+            region = self._checked(header)
+            meter.begin(self._now())
+            try:
+                await self._place(header, region.memory)
+            except BaseException:
+                meter.drop(self._now())
+                raise
+            meter.end(self._now(), header.payload_bytes)
+            self._books.count_received(header.transfer, src, dst, header.payload_bytes)
+            self._placed += 1
+            if header.tag:
+                marks = self._marks.get(header.tag)
+                marks.senders.add(self)
+                marks.bump()
+
+    async def _header(self) -> Header:
+        while (header := decode_header(self._view, self._start, self._end)) is None:
+            held = self._end - self._start
+            if held == self._view.nbytes:
+                larger = np.empty(2 * held, dtype=np.uint8)
+                larger[:held] = self._array
+                self._array, self._view = larger, larger.data
+            elif self._start:
+                self._view[:held] = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, held
+            self._end += await self._receive([self._view[held:]])
+        self._start += header.length
+        return header
+
+    def _checked(self, header: Header) -> Region:
+        """The region that the header names, if all of the scatter lies in it."""
+        region = self._regions.get(header.region)
+        if region is None:
+            raise ProtocolViolation(f"no region {header.region!r} on {self._endpoint.node}")
+        for extent in header.extents:
+            if extent.end > region.size_bytes:
+                raise ProtocolViolation(
+                    f"extent ends at {extent.end}, region {region.name!r} of {self._endpoint.node}"
+                    f" has {region.size_bytes} bytes"
+                )
+        return region
+
+    async def _place(self, header: Header, memory: npt.NDArray[np.uint8]) -> None:
+        """Bring the payload to where the header says."""
+        size, first = header.payload_bytes, header.extents[0]
+        in_place = len(header.extents) == 1 and first.contiguous
+        held = self._end - self._start
+        if held >= size:
+            payload = self._array[self._start : self._start + size]
+            self._start += size
+            if in_place:
+                memory[first.offset : first.end] = payload
+            else:
+                scatter(memory, header.extents, payload)
+            return
+        if in_place:
+            destination = memory.data[first.offset : first.end]
+        else:
+            if self._scratch.size < size:
+                self._scratch = np.empty(size, dtype=np.uint8)
+            destination = self._scratch.data[:size]
+        destination[:held] = self._view[self._start : self._end]
+        self._start = self._end = 0
+        while held < size:
+            held += await self._receive([destination[held:], self._view])
+        self._end = held - size
+        if not in_place:
+            scatter(memory, header.extents, self._scratch[:size])
+
+    async def _receive(self, buffers: Sequence[memoryview]) -> int:
+        if self._told < self._placed:
+            await self._say(encode_ack(self._placed))
+            self._told = self._placed
+        return await receive(self._sock, buffers)
+
+    async def _say(self, data: bytes) -> None:
+        while data:
+            try:
+                data = data[self._sock.send(data) :]
+            except BlockingIOError:
+                await trio.lowlevel.wait_writable(self._sock)
+
+    async def _say_last(self, data: bytes) -> None:
+        """Tell a peer that may be gone or deaf."""
+        with trio.move_on_after(LAST_WORD_S), contextlib.suppress(OSError):
+            await self._say(data)

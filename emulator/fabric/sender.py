@@ -1,0 +1,303 @@
+"""The posting side of a queue pair over TCP: streams of messages, one connection, completions by count.
+
+Theory of operation. A message is *queued* when released, *begun* when the connection's outbox takes it, and
+*placed* when the receiver's cumulative count reaches it. What is queued can be dropped; what is begun is sent
+to its end, whoever has lost interest, because half a message would leave the connection unusable. Memory is
+therefore in use from begun to placed, and closing a stream waits for that.
+
+All messages take their turn in the order of their release. A pair that broke stays broken: everything on it
+fails at once, and whoever owns the pairs opens a new one on the next use.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import trio
+
+from ..errors import EmulatorError, PeerLost, ProtocolViolation, error_from_code
+from ..extent import Extent, gather, total_bytes
+from .interface import Region, Segment, Target, WriteStream
+from .meter import Books
+from .sockets import SILENCE_S, Buffer, Outbox, close, retransmits
+from .wire import PairHello, decode_feedback, encode_header, encode_hello
+
+__all__ = ["PostedStream", "QueuePair"]
+
+BATCH_BYTES = 64 * 1024
+"""Queued messages go out together up to this size: what one call would hand to the kernel anyway."""
+
+LONG_RUN_BYTES = 4096
+"""Mean run from which sending in place costs less than copying the runs together first."""
+
+FEEDBACK_BYTES = 4096
+
+
+class _Message:
+    """One released segment on its way."""
+
+    __slots__ = ("extents", "header", "size_bytes", "stream")
+
+    def __init__(self, stream: PostedStream, header: bytes, segment: Segment) -> None:
+        self.stream = stream
+        self.header = header
+        self.extents = segment.local
+        self.size_bytes = segment.size_bytes
+
+
+class QueuePair:
+    """The queue pair (src, dst, lane) as its source node holds it. ``run`` must be running in a task.
+
+    ``connect`` opens its socket; ``on_end`` is told once, with the error, when the pair broke.
+    """
+
+    def __init__(
+        self,
+        hello: PairHello,
+        connect: Callable[[], Awaitable[socket.socket]],
+        books: Books,
+        now: Callable[[], float],
+        on_end: Callable[[QueuePair, EmulatorError], None],
+    ) -> None:
+        self.hello = hello
+        self._connect = connect
+        self._books = books
+        self._meter = books.port(hello.src.nic, "read", hello.lane)
+        self._now = now
+        self._on_end = on_end
+        self._queue: deque[_Message] = deque()
+        self._begun: deque[_Message] = deque()
+        self._placed = 0
+        self._error: EmulatorError | None = None
+        self._outbox = Outbox(self._refill)
+        self._scope = trio.CancelScope()
+        self._sock: socket.socket | None = None
+
+    def __str__(self) -> str:
+        src, dst = self.hello.src, self.hello.dst
+        return f"{src.node}/{src.nic}/{src.side} -> {dst.node}/{dst.nic}/{dst.side} on {self.hello.lane.name}"
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Changes whenever the pair gets anything done: bytes handed to the kernel, messages placed."""
+        return self._outbox.sent_bytes, self._placed
+
+    def post(self, stream: PostedStream, messages: Sequence[tuple[bytes, Segment]]) -> None:
+        """Queue encoded headers with their segments, in order."""
+        if self._error is not None:
+            stream.on_failed(self._error, begun=False)
+            return
+        now = self._now()
+        for header, segment in messages:
+            self._meter.begin(now)
+            self._queue.append(_Message(stream, header, segment))
+        self._outbox.push()
+
+    def drop(self, stream: PostedStream) -> None:
+        """Forget what ``stream`` queued and what is not begun."""
+        now = self._now()
+        kept = deque(message for message in self._queue if message.stream is not stream)
+        for _ in range(len(self._queue) - len(kept)):
+            self._meter.drop(now)
+        self._queue = kept
+
+    def fail(self, error: EmulatorError) -> None:
+        """The pair is broken: fail all that is on it and stop. Later calls change nothing."""
+        if self._error is not None:
+            return
+        self._error = error
+        now = self._now()
+        for messages, begun in ((self._begun, True), (self._queue, False)):
+            for message in messages:
+                self._meter.drop(now)
+                message.stream.on_failed(error, begun=begun)
+            messages.clear()
+        self._scope.cancel()
+        self._on_end(self, error)
+
+    def retransmits(self) -> int:
+        """Segments that TCP had to send again so far."""
+        return retransmits(self._sock) if self._sock is not None and self._sock.fileno() >= 0 else 0
+
+    async def run(self) -> None:
+        """Connect and serve the pair until it breaks or is cancelled."""
+        error: EmulatorError = PeerLost(f"{self}: this node's fabric is closed")
+        try:
+            with self._scope:
+                try:
+                    self._sock = await self._connect()
+                except OSError as reason:
+                    error = PeerLost(f"{self}: not reachable: {reason.strerror or reason}", definite=True)
+                    return
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._outbox.run, self._sock, encode_hello(self.hello))
+                    error = await self._read_feedback(self._sock)
+                    nursery.cancel_scope.cancel()
+        finally:
+            self.fail(error)
+            if self._sock is not None:
+                close(self._sock)
+
+    def _refill(self) -> list[Buffer]:
+        buffers: list[Buffer] = []
+        size = 0
+        while self._queue and size < BATCH_BYTES:
+            message = self._queue.popleft()
+            message.stream.on_begun()
+            self._begun.append(message)
+            buffers.append(message.header)
+            buffers.extend(_payload(message.stream.memory, message.extents))
+            size += message.size_bytes
+        return buffers
+
+    async def _read_feedback(self, sock: socket.socket) -> EmulatorError:
+        """Complete messages until the connection ends; why it did."""
+        pending = b""
+        while True:
+            await trio.lowlevel.wait_readable(sock)
+            try:
+                data = sock.recv(FEEDBACK_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                return PeerLost(f"{self}: {error.strerror or error}")
+            if not data:
+                return PeerLost(f"{self}: the peer closed the connection")
+            pending += data
+            try:
+                while (found := decode_feedback(pending)) is not None:
+                    feedback, length = found
+                    pending = pending[length:]
+                    if feedback.violation is not None:
+                        return ProtocolViolation(f"{self}: refused by the receiver: {feedback.violation}")
+                    self._complete(feedback.placed)
+            except ProtocolViolation as error:
+                return error
+
+    def _complete(self, placed: int) -> None:
+        count = placed - self._placed
+        if not 0 <= count <= len(self._begun):
+            raise ProtocolViolation(
+                f"{self}: receiver counts {placed} messages,"
+                f" {self._placed} to {self._placed + len(self._begun)} expected"
+            )
+        self._placed = placed
+        now, src, dst = self._now(), self.hello.src.node, self.hello.dst.node
+        for _ in range(count):
+            message = self._begun.popleft()
+            self._meter.end(now, message.size_bytes)
+            self._books.count_sent(message.stream.target.transfer, src, dst, message.size_bytes)
+            message.stream.on_placed()
+
+
+class PostedStream(WriteStream):
+    """A stream on a TCP queue pair; a single write is a stream of one segment."""
+
+    def __init__(
+        self, pair: QueuePair, target: Target, local: Region, segments: Sequence[Segment], tag: str
+    ) -> None:
+        for segment in segments:
+            for extent in segment.local:
+                if extent.end > local.size_bytes:
+                    raise ValueError(
+                        f"extent ends at {extent.end}, region {local.name} has {local.size_bytes} bytes"
+                    )
+        self.target = target
+        self.memory: npt.NDArray[np.uint8] = local.memory
+        self._pair = pair
+        self._segments = segments
+        self._tag = tag
+        self._released = self._begun = self._placed = 0
+        self._closed = False
+        self._error: EmulatorError | None = None
+        self._waiting: list[tuple[int, trio.Event]] = []
+
+    def release(self, upto: int) -> None:
+        if self._closed:
+            raise ValueError("the stream is closed")
+        if not self._released <= upto <= len(self._segments):
+            raise ValueError(f"release({upto}): expected {self._released} to {len(self._segments)}")
+        target, fresh = self.target, self._segments[self._released : upto]
+        headers = [(encode_header(target.transfer, target.region, self._tag, s.remote), s) for s in fresh]
+        self._released = upto
+        if headers and self._error is None:
+            self._pair.post(self, headers)
+
+    @property
+    def placed(self) -> int:
+        return self._placed
+
+    async def wait_placed(self, upto: int) -> None:
+        if not 0 <= upto <= len(self._segments):
+            raise ValueError(f"wait_placed({upto}): the stream has {len(self._segments)} segments")
+        if self._placed >= upto:
+            await trio.lowlevel.checkpoint()
+            return
+        await self._settled(upto)
+        if self._placed < upto:
+            assert self._error is not None
+            raise error_from_code(self._error.code, self._error.text, self._error.definite)
+
+    async def aclose(self) -> None:
+        self._closed = True
+        if self._released > self._begun:
+            self._pair.drop(self)
+        with trio.CancelScope(shield=True):
+            while self._placed < self._begun and self._error is None:
+                before = self._pair.progress
+                with trio.move_on_after(SILENCE_S):
+                    await self._settled(self._begun)
+                if self._placed < self._begun and self._pair.progress == before:
+                    self._pair.fail(PeerLost(f"{self._pair}: nothing moved for {SILENCE_S} s"))
+            await trio.lowlevel.checkpoint()
+
+    async def _settled(self, upto: int) -> None:
+        """Return once ``upto`` segments are in place or the pair broke."""
+        if self._error is not None:
+            await trio.lowlevel.checkpoint()
+            return
+        entry = (upto, trio.Event())
+        self._waiting.append(entry)
+        try:
+            await entry[1].wait()
+        finally:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+
+    def on_begun(self) -> None:
+        """The next queued message is being sent."""
+        self._begun += 1
+
+    def on_placed(self) -> None:
+        """The next begun message is in place."""
+        self._placed += 1
+        if self._waiting:
+            self._wake(self._placed)
+
+    def on_failed(self, error: EmulatorError, *, begun: bool) -> None:
+        """The pair broke with a message of this stream on it, begun or only queued."""
+        if self._error is None:
+            definite = not begun or error.definite
+            self._error = error_from_code(error.code, error.text, definite)
+            self._wake(len(self._segments))
+
+    def _wake(self, upto: int) -> None:
+        due = [entry for entry in self._waiting if entry[0] <= upto]
+        self._waiting = [entry for entry in self._waiting if entry[0] > upto]
+        for _, event in due:
+            event.set()
+
+
+def _payload(memory: npt.NDArray[np.uint8], extents: Sequence[Extent]) -> list[Buffer]:
+    """The gather list of a message: in place where runs are long, else copied together."""
+    if len(extents) == 1 and extents[0].contiguous:
+        return [memory.data[extents[0].offset : extents[0].end]]
+    if total_bytes(extents) < LONG_RUN_BYTES * sum(e.count for e in extents):
+        return [gather(memory, extents).data]
+    view = memory.data
+    starts = ((e.offset + run * e.stride, e.size) for e in extents for run in range(e.count))
+    return [view[at : at + size] for at, size in starts]

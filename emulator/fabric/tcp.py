@@ -1,0 +1,279 @@
+"""The Fabric over real sockets: one node's process, its addresses, its queue pairs, its calls.
+
+Time is the host's monotonic clock, stretched (``wallclock``). A queue pair is one TCP connection bound to the
+source endpoint's address, marked with its lane's TOS byte (``sender``, ``receiver``); calls go over the
+management network (``rpc``). Every connection is served by a task of the nursery that ``open_tcp_fabric``
+holds, so leaving the context leaves nothing behind.
+
+A broken connection means that its peer is gone: the other queue pairs to that node and the calls in flight to
+it fail as well. The next use connects anew.
+
+Knows nothing of topologies: addresses, rates and TOS bytes come as plain data.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import trio
+
+from ..errors import EmulatorError, PeerLost
+from ..records import PortBytes, TransferBytes
+from .interface import (
+    Endpoint,
+    Fabric,
+    Marks,
+    Method,
+    Region,
+    Segment,
+    Target,
+    VirtualLane,
+    WriteStream,
+)
+from .meter import Books
+from .receiver import MarkTable, Reception
+from .rpc import RpcPort
+from .sender import PostedStream, QueuePair
+from .sockets import MakeSocket, accept, connect, listen, window_of
+from .wallclock import Alarm, WallClock, open_alarm
+from .wire import PairHello
+
+__all__ = ["Addresses", "TcpFabric", "open_tcp_fabric"]
+
+Q = TypeVar("Q", bound=msgspec.Struct)
+A = TypeVar("A", bound=msgspec.Struct)
+
+
+class Addresses(msgspec.Struct, frozen=True, kw_only=True):
+    """Where everybody is: the same value for all nodes of a cluster. IPv4 addresses as text.
+
+    ``endpoints``: the address of each NIC side. ``management``: that of each node, for calls. ``tos``: the
+    TOS byte (DSCP in the upper six bits) of each lane.
+    """
+
+    endpoints: Mapping[Endpoint, str]
+    management: Mapping[str, str]
+    data_port: int
+    rpc_port: int
+    tos: Mapping[VirtualLane, int]
+
+
+class TcpFabric(Fabric):
+    """See the module; made by ``open_tcp_fabric``."""
+
+    def __init__(
+        self,
+        node: str,
+        addresses: Addresses,
+        clock: WallClock,
+        alarm: Alarm,
+        nursery: trio.Nursery,
+        *,
+        rpc_latency_s: float,
+        rates: Mapping[str, float],
+        window_s: float,
+        make_socket: MakeSocket,
+    ) -> None:
+        self.node = node
+        self._addresses = addresses
+        self._clock = clock
+        self._alarm = alarm
+        self._nursery = nursery
+        self._windows = {nic: window_of(rate) for nic, rate in rates.items()}
+        self._make_socket = make_socket
+        self._regions: dict[str, Region] = {}
+        self._marks = MarkTable()
+        self._books = Books(window_s)
+        self._pairs: dict[tuple[Endpoint, Endpoint, VirtualLane], QueuePair] = {}
+        self._receptions: set[Reception] = set()
+        self._past_retransmits = 0
+        self._rpc = RpcPort(
+            node,
+            addresses.management,
+            addresses.rpc_port,
+            make_socket,
+            rpc_latency_s,
+            self.now,
+            self.sleep_until,
+            nursery,
+            self._lose,
+        )
+
+    def now(self) -> float:
+        return self._clock.now()
+
+    async def sleep_until(self, at_s: float) -> None:
+        await self._alarm.wait_until(self._clock.monotonic(at_s))
+
+    def register(self, name: str, size_bytes: int) -> Region:
+        if name in self._regions:
+            raise ValueError(f"{self.node} has a region {name!r} already")
+        region = self._regions[name] = Region(name, np.zeros(size_bytes, dtype=np.uint8))
+        return region
+
+    async def write(self, target: Target, local: Region, segment: Segment, *, tag: str = "") -> None:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        stream = PostedStream(self._pair(target), target, local, (segment,), tag)
+        stream.release(1)
+        try:
+            await stream.wait_placed(1)
+        except trio.Cancelled:
+            await stream.aclose()
+            raise
+
+    def open_stream(
+        self, target: Target, local: Region, segments: Sequence[Segment], *, tag: str = ""
+    ) -> WriteStream:
+        return PostedStream(self._pair(target), target, local, tuple(segments), tag)
+
+    def marks(self, tag: str) -> Marks:
+        return self._marks.get(tag)
+
+    def serve(self, method: Method[Q, A], handler: Callable[[Q], Awaitable[A]]) -> None:
+        self._rpc.serve(method, handler)
+
+    async def call(self, node: str, method: Method[Q, A], request: Q) -> A:
+        return await self._rpc.call(node, method, request)
+
+    def sent(self) -> tuple[TransferBytes, ...]:
+        return self._books.sent()
+
+    def received(self) -> tuple[TransferBytes, ...]:
+        return self._books.received()
+
+    def ports(self) -> tuple[PortBytes, ...]:
+        return self._books.ports(self.now())
+
+    def retransmits(self) -> int:
+        """TCP segments sent again on this node's data connections so far, both ways."""
+        live = sum(pair.retransmits() for pair in self._pairs.values())
+        return self._past_retransmits + live + sum(reception.retransmits() for reception in self._receptions)
+
+    def _pair(self, target: Target) -> QueuePair:
+        """The queue pair of ``target``, opened on first use."""
+        key = (target.src, target.dst, target.lane)
+        pair = self._pairs.get(key)
+        if pair is None:
+            if target.src.node != self.node:
+                raise ValueError(f"{self.node} cannot send from {target.src}")
+            endpoints = self._addresses.endpoints
+            for endpoint in (target.src, target.dst):
+                if endpoint not in endpoints:
+                    raise ValueError(f"no address of {endpoint} in the address plan")
+            open_socket = partial(
+                connect,
+                self._make_socket,
+                endpoints[target.src],
+                (endpoints[target.dst], self._addresses.data_port),
+                self._addresses.tos[target.lane],
+                self._windows.get(target.src.nic),
+            )
+            pair = QueuePair(PairHello(*key), open_socket, self._books, self.now, self._end_pair)
+            self._pairs[key] = pair
+            self._nursery.start_soon(pair.run)
+        return pair
+
+    def _end_pair(self, pair: QueuePair, error: EmulatorError) -> None:
+        hello = pair.hello
+        self._past_retransmits += pair.retransmits()
+        self._pairs.pop((hello.src, hello.dst, hello.lane), None)
+        self._lose(hello.dst.node, error)
+
+    def _lose(self, node: str, error: EmulatorError) -> None:
+        """A connection to ``node`` broke. If that means the node is gone, fail all else that needs it."""
+        if isinstance(error, PeerLost):
+            self._rpc.lose(node, error)
+            for pair in [pair for key, pair in self._pairs.items() if key[1].node == node]:
+                pair.fail(error)
+
+    async def serve_endpoint(self, listener: socket.socket, endpoint: Endpoint) -> None:
+        """Accept the queue pairs that end in ``endpoint``."""
+        tos, window = self._addresses.tos[VirtualLane.CONTROL], self._windows.get(endpoint.nic)
+        while True:
+            sock = await accept(listener, tos, window)
+            self._nursery.start_soon(self._receive, sock, endpoint)
+
+    async def _receive(self, sock: socket.socket, endpoint: Endpoint) -> None:
+        address_of = self._addresses.endpoints.__getitem__
+        reception = Reception(sock, endpoint, address_of, self._regions, self._marks, self._books, self.now)
+        self._receptions.add(reception)
+        hello, error = await reception.run()
+        self._receptions.discard(reception)
+        self._past_retransmits += reception.retransmits()
+        if hello is not None:
+            self._lose(hello.src.node, error)
+
+    async def serve_calls(self, listener: socket.socket) -> None:
+        """Accept the connections over which other nodes call this one."""
+        while True:
+            sock = await accept(listener, 0, None)
+            self._nursery.start_soon(self._answer, sock)
+
+    async def _answer(self, sock: socket.socket) -> None:
+        peer, error = await self._rpc.answer(sock)
+        if peer is not None:
+            self._lose(peer, error)
+
+
+@asynccontextmanager
+async def open_tcp_fabric(
+    node: str,
+    addresses: Addresses,
+    clock: WallClock,
+    rpc_latency_s: float,
+    *,
+    rates: Mapping[str, float] | None = None,
+    window_s: float = 1.0,
+    make_socket: MakeSocket = socket.socket,
+) -> AsyncIterator[TcpFabric]:
+    """The fabric of ``node``, listening on all its addresses from the first moment on.
+
+    ``rates``: payload bytes per *wall* second of this node's NICs by name, from which the socket buffers
+    follow; a NIC without one is not shaped, and its sockets grow as the kernel sees fit. ``rpc_latency_s``
+    and ``window_s`` (of the port counters) are model seconds. ``make_socket`` makes every socket; a harness
+    that hosts several nodes hands in one that works in the node's namespace.
+
+    Raises EmulatorError when an address cannot be listened on. Errors of the body and of handlers come out in
+    an exception group, as from any nursery.
+    """
+    if clock.now() < 0:
+        raise ValueError("the clock's epoch is in the future; counters need model times from 0 on")
+    with ExitStack() as stack:
+
+        def listener(address: str, port: int, tos: int) -> socket.socket:
+            try:
+                return stack.enter_context(listen(make_socket, address, port, tos))
+            except OSError as error:
+                raise EmulatorError(f"{node}: cannot listen on {address}:{port}: {error.strerror}") from None
+
+        control = addresses.tos[VirtualLane.CONTROL]
+        own = [(endpoint, ip) for endpoint, ip in addresses.endpoints.items() if endpoint.node == node]
+        listeners = [(endpoint, listener(ip, addresses.data_port, control)) for endpoint, ip in own]
+        calls = listener(addresses.management[node], addresses.rpc_port, 0)
+        alarm = stack.enter_context(open_alarm())
+        async with trio.open_nursery() as nursery:
+            fabric = TcpFabric(
+                node,
+                addresses,
+                clock,
+                alarm,
+                nursery,
+                rpc_latency_s=rpc_latency_s,
+                rates=rates or {},
+                window_s=window_s,
+                make_socket=make_socket,
+            )
+            nursery.start_soon(alarm.run)
+            for endpoint, sock in listeners:
+                nursery.start_soon(fabric.serve_endpoint, sock, endpoint)
+            nursery.start_soon(fabric.serve_calls, calls)
+            try:
+                yield fabric
+            finally:
+                nursery.cancel_scope.cancel()
