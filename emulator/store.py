@@ -1,0 +1,506 @@
+"""The block store of one storage node: Full Blocks by id, in files (``open_store``) or in memory.
+
+Synchronous and batched: a cached read of a few blocks costs less than handing it to a thread would.
+
+How files keep blocks. Payload lies in append-only segment files, block after block, nothing between them, so
+that blocks appended together are read back with one ``preadv`` into the caller's memory. Block *n* of the
+store is *slot* n: segment n // slots, byte (n % slots) x block_bytes. The index, an SQLite database, has one
+row a block: slot, id, checksum (XXH3 of the payload). A batch is committed in this order: payload written,
+rows inserted in one transaction, and only then visible; a batch that fails or is cut off by a kill leaves
+bytes behind the last indexed slot, which the next append overwrites and the next open cuts off.
+
+Durability. What ``append`` acknowledged survives the death of the process at any instant. It survives the
+death of the *machine* only with ``durable=True``, which waits for the disk in every append; without it, blocks
+whose bytes did not reach the disk are missing (``dropped``) or fail their checksum afterwards, or the index is
+found broken at opening. Either way a block is served right or not at all.
+
+Collisions. A block whose key is stored under another check belongs to another prefix: it is not stored, and is
+reported, so that it can never be read in the place of the other (``emulator.kvcache``).
+
+Must not import fabrics or roles.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_digest
+
+from .errors import StoreError
+from .kvcache import BlockId, key_of
+
+__all__ = ["Appended", "BlockStore", "FileStore", "MemoryStore", "open_store", "split_blocks"]
+
+Payload = bytes | memoryview
+_Row = tuple[int, BlockId, bytes]
+
+SEGMENT_BYTES = 64 << 20
+_CHECKSUM_BYTES = 8
+_OPEN_SEGMENTS = 64
+_IOV_MAX = 1024
+_FORMAT = 1
+_SEGMENT_NAMES = "segment-" + "[0-9]" * 6 + ".kv"
+
+
+class Appended(msgspec.Struct, frozen=True):
+    """What became of a batch: blocks stored now, blocks that were there already, and those refused."""
+
+    stored: int
+    known: int
+    collided: tuple[BlockId, ...] = ()
+
+
+def split_blocks(memory: npt.NDArray[np.uint8], block_bytes: int) -> list[memoryview]:
+    """One view per block of ``memory`` (uint8, one dimension, a whole number of blocks laid end to end)."""
+    if memory.dtype != np.uint8 or memory.ndim != 1 or memory.size % block_bytes:
+        raise ValueError(f"memory of {memory.size} x {memory.dtype}: expected uint8 blocks of {block_bytes} bytes")
+    view = memory.data
+    return [view[at : at + block_bytes] for at in range(0, memory.size, block_bytes)]
+
+
+class BlockStore(ABC):
+    """Blocks of ``block_bytes`` bytes by id. ``with``: leaving it closes it."""
+
+    def __init__(self, block_bytes: int) -> None:
+        if block_bytes < 1:
+            raise ValueError(f"block_bytes = {block_bytes}: expected 1 or more")
+        self.block_bytes = block_bytes
+        self._keys: set[bytes] = set()
+        self._closed = False
+
+    @abstractmethod
+    def __contains__(self, block: object) -> bool: ...
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    def append(self, blocks: Sequence[tuple[BlockId, Payload]]) -> Appended:
+        """Commit a batch: all its new blocks become visible together, or none does.
+
+        A block that is there already is left as it is; one whose key is taken by another check is refused.
+        Raises StoreError (definite: nothing was stored) when the bytes or the index cannot be kept.
+        """
+        self._check_open()
+        fresh: dict[BlockId, Payload] = {}
+        taken: dict[bytes, BlockId] = {}
+        collided = []
+        for block, payload in blocks:
+            size = len(payload) if isinstance(payload, bytes) else payload.nbytes
+            if size != self.block_bytes:
+                raise ValueError(f"block {_name(block)} has {size} bytes: expected {self.block_bytes}")
+            key = key_of(block)
+            if key not in self._keys and taken.setdefault(key, block) == block:
+                fresh.setdefault(block, payload)
+            elif block not in fresh and block not in self:
+                collided.append(block)
+        if fresh:
+            self._keep(fresh)
+            self._keys.update(taken)
+        return Appended(len(fresh), len(blocks) - len(fresh) - len(collided), tuple(collided))
+
+    @abstractmethod
+    def read(self, ids: Sequence[BlockId], out: Sequence[memoryview]) -> None:
+        """Fill ``out[i]`` (writable, ``block_bytes`` long) with block ``ids[i]``, every checksum verified.
+
+        Raises StoreError naming the block that is missing or broken; ``out`` is undefined then.
+        """
+
+    def read_into(self, ids: Sequence[BlockId], memory: npt.NDArray[np.uint8]) -> None:
+        """Read blocks end to end into ``memory`` (uint8, len(ids) x block_bytes)."""
+        self.read(ids, split_blocks(memory, self.block_bytes))
+
+    def retain(self, ids: Collection[BlockId]) -> int:
+        """Forget every block that is not among ``ids``; return how many were forgotten."""
+        self._check_open()
+        keep = set(ids)
+        gone = self._forget(keep)
+        self._keys = {key_of(block) for block in keep if block in self}
+        return gone
+
+    def clear(self) -> int:
+        """Forget every block; return how many there were."""
+        return self.retain(())
+
+    def close(self) -> None:
+        """Release what the store holds open; any later use is a ValueError. Idempotent."""
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def _keep(self, fresh: Mapping[BlockId, Payload]) -> None:
+        """Commit blocks that are new, all or none."""
+
+    @abstractmethod
+    def _forget(self, keep: set[BlockId]) -> int: ...
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the store is closed")
+
+    def _check_out(self, ids: Sequence[BlockId], out: Sequence[memoryview]) -> None:
+        self._check_open()
+        if len(ids) != len(out):
+            raise ValueError(f"{len(ids)} blocks to read into {len(out)} buffers")
+        size = self.block_bytes
+        for view in out:
+            if view.nbytes != size:
+                raise ValueError(f"a buffer of {view.nbytes} bytes for a block of {size}")
+
+
+class MemoryStore(BlockStore):
+    """A store without files, for virtual time."""
+
+    def __init__(self, block_bytes: int) -> None:
+        super().__init__(block_bytes)
+        self._blocks: dict[BlockId, bytes] = {}
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._blocks
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def read(self, ids: Sequence[BlockId], out: Sequence[memoryview]) -> None:
+        self._check_out(ids, out)
+        for block, view in zip(ids, out, strict=True):
+            payload = self._blocks.get(block)
+            if payload is None:
+                raise StoreError(f"block {_name(block)} is not in the store ({len(self)} blocks in memory)")
+            view[:] = payload
+
+    def _keep(self, fresh: Mapping[BlockId, Payload]) -> None:
+        self._blocks.update((block, bytes(payload)) for block, payload in fresh.items())
+
+    def _forget(self, keep: set[BlockId]) -> int:
+        before = len(self._blocks)
+        self._blocks = {block: payload for block, payload in self._blocks.items() if block in keep}
+        return before - len(self._blocks)
+
+
+class _Segments:
+    """Slots of ``block_bytes`` bytes in files of ``slots`` each; a bounded number of them is open."""
+
+    def __init__(self, directory: Path, block_bytes: int, slots: int) -> None:
+        self.directory = directory
+        self.block_bytes = block_bytes
+        self.slots = slots
+        self._open: dict[int, int] = {}
+
+    def path(self, segment: int) -> Path:
+        return self.directory / f"segment-{segment:06d}.kv"
+
+    def runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Cut ``slots`` into (index, count) of neighbours in one file, none longer than one system call takes."""
+        begin, total = 0, len(slots)
+        while begin < total:
+            first = slots[begin]
+            limit = min(total - begin, self.slots - first % self.slots, _IOV_MAX)
+            count = limit
+            if slots[begin : begin + limit] != list(range(first, first + limit)):
+                count = 1
+                while slots[begin + count] == first + count:
+                    count += 1
+            yield begin, count
+            begin += count
+
+    def write(self, slot: int, payloads: Sequence[Payload], *, durable: bool) -> None:
+        """Write ``payloads`` to the slots from ``slot`` on. Raises OSError; what was written is then undefined."""
+        for begin, count in self.runs(list(range(slot, slot + len(payloads)))):
+            segment, at = divmod(slot + begin, self.slots)
+            made = durable and not self.path(segment).exists()
+            file = self._file(segment, os.O_CREAT)
+            self._pwrite(file, payloads[begin : begin + count], at * self.block_bytes)
+            if durable:
+                os.fdatasync(file)
+            if made:
+                _sync_directory(self.directory)
+
+    def read(self, slot: int, out: Sequence[memoryview]) -> bool:
+        """Fill ``out`` from one run of slots; False when the file ends before. Raises OSError."""
+        segment, at = divmod(slot, self.slots)
+        file = self._file(segment)
+        offset, wanted = at * self.block_bytes, len(out) * self.block_bytes
+        got = os.preadv(file, out, offset)
+        while got < wanted:
+            block, skip = divmod(got, self.block_bytes)
+            more = os.preadv(file, [out[block][skip:], *out[block + 1 :]], offset + got)
+            if not more:
+                return False
+            got += more
+        return True
+
+    def blocks_in_files(self) -> dict[int, int]:
+        """Whole blocks in each segment file that exists."""
+        sizes = {int(path.stem[8:]): path.stat().st_size for path in self.directory.glob(_SEGMENT_NAMES)}
+        return {segment: size // self.block_bytes for segment, size in sizes.items()}
+
+    def cut(self, end: int, live: Collection[int]) -> None:
+        """Give back the bytes from slot ``end`` on and the files of segments that are not ``live``."""
+        for segment in self.blocks_in_files():
+            if segment not in live:
+                self._close(segment)
+                self.path(segment).unlink()
+            elif segment == end // self.slots:
+                os.truncate(self.path(segment), end % self.slots * self.block_bytes)
+
+    def close(self) -> None:
+        for segment in tuple(self._open):
+            self._close(segment)
+
+    def _file(self, segment: int, flags: int = 0) -> int:
+        file = self._open.pop(segment, None)
+        if file is None:
+            file = os.open(self.path(segment), os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
+            if len(self._open) == _OPEN_SEGMENTS:
+                self._close(next(iter(self._open)))
+        self._open[segment] = file
+        return file
+
+    def _close(self, segment: int) -> None:
+        file = self._open.pop(segment, None)
+        if file is not None:
+            os.close(file)
+
+    def _pwrite(self, file: int, payloads: Sequence[Payload], offset: int) -> None:
+        wanted = len(payloads) * self.block_bytes
+        done = os.pwritev(file, payloads, offset)
+        while done < wanted:
+            block, skip = divmod(done, self.block_bytes)
+            rest = [memoryview(payloads[block])[skip:], *payloads[block + 1 :]]
+            done += os.pwritev(file, rest, offset + done)
+
+
+class FileStore(BlockStore):
+    """A store in files; made by ``open_store``. One process at a time.
+
+    ``dropped``: blocks that the index knew at opening but whose bytes the files did not have.
+    """
+
+    def __init__(self, directory: Path, block_bytes: int, segment_bytes: int, durable: bool) -> None:
+        super().__init__(block_bytes)
+        self.directory = directory
+        self.durable = durable
+        self._index = _Index(directory / "index.sqlite", durable)
+        try:
+            slots = self._index.prepare(block_bytes, max(1, segment_bytes // block_bytes))
+            self._segments = _Segments(directory, block_bytes, slots)
+            self._slots: dict[BlockId, int] = {}
+            self._checksums = bytearray()
+            self.dropped = self._load()
+        except BaseException:
+            self._index.close()
+            raise
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._slots
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def read(self, ids: Sequence[BlockId], out: Sequence[memoryview]) -> None:
+        self._check_out(ids, out)
+        try:
+            slots = list(map(self._slots.__getitem__, ids))
+        except KeyError as missing:
+            raise StoreError(f"{self.directory}: block {_name(missing.args[0])} is not in the store") from None
+        for begin, count in self._segments.runs(slots):
+            slot, views = slots[begin], out[begin : begin + count]
+            try:
+                whole = self._segments.read(slot, views)
+            except OSError as error:
+                raise StoreError(f"{self._where(ids[begin], slot)}: not readable: {error}") from error
+            got = b"".join(map(xxh3_64_digest, views))
+            expected = self._checksums[slot * _CHECKSUM_BYTES : (slot + count) * _CHECKSUM_BYTES]
+            if not whole or got != expected:
+                bad = next(
+                    (i for i in range(count) if _checksum(got, i) != _checksum(expected, i)),
+                    count - 1,
+                )
+                raise StoreError(f"{self._where(ids[begin + bad], slot + bad)}: its bytes are not those stored")
+
+    def close(self) -> None:
+        super().close()
+        self._segments.close()
+        self._index.close()
+
+    def _keep(self, fresh: Mapping[BlockId, Payload]) -> None:
+        ids, payloads = list(fresh), list(fresh.values())
+        end = self._end
+        checksums = list(map(xxh3_64_digest, payloads))
+        try:
+            self._segments.write(end, payloads, durable=self.durable)
+            self._index.insert(zip(range(end, end + len(ids)), ids, checksums, strict=True))
+        except (OSError, sqlite3.Error) as error:
+            # Room for what comes next; bytes that stay behind the last slot do no harm.
+            with suppress(OSError):
+                self._cut()
+            raise StoreError(
+                f"{self.directory}: {len(ids)} blocks of {self.block_bytes} bytes not stored: {error}",
+                definite=True,
+            ) from error
+        self._slots.update(zip(ids, range(end, end + len(ids)), strict=True))
+        self._checksums += b"".join(checksums)
+
+    def _forget(self, keep: set[BlockId]) -> int:
+        gone = [block for block in self._slots if block not in keep]
+        try:
+            self._index.delete([self._slots[block] for block in gone])
+        except sqlite3.Error as error:
+            raise StoreError(f"{self.directory}: blocks not forgotten: {error}", definite=True) from error
+        for block in gone:
+            del self._slots[block]
+        end = max(self._slots.values(), default=-1) + 1
+        del self._checksums[end * _CHECKSUM_BYTES :]
+        try:
+            self._cut()
+        except OSError as error:
+            raise StoreError(f"{self.directory}: space of forgotten blocks not given back: {error}") from error
+        return len(gone)
+
+    @property
+    def _end(self) -> int:
+        """The slot behind the last one in use."""
+        return len(self._checksums) // _CHECKSUM_BYTES
+
+    def _load(self) -> tuple[BlockId, ...]:
+        """Fill the memory of the index; what the files do not have is dropped from it and returned."""
+        present = self._segments.blocks_in_files()
+        rows: list[_Row] = []
+        lost: list[_Row] = []
+        for row in self._index.rows():
+            segment, at = divmod(row[0], self._segments.slots)
+            (rows if at < present.get(segment, 0) else lost).append(row)
+        if lost:
+            self._index.delete([slot for slot, _, _ in lost])
+        self._checksums = bytearray((rows[-1][0] + 1) * _CHECKSUM_BYTES if rows else 0)
+        for slot, block, checksum in rows:
+            self._slots[block] = slot
+            self._checksums[slot * _CHECKSUM_BYTES : (slot + 1) * _CHECKSUM_BYTES] = checksum
+        self._keys = {key_of(block) for block in self._slots}
+        if len(self._keys) != len(rows):
+            raise StoreError(f"{self._index.path}: {len(rows)} rows for {len(self._keys)} keys: not our index")
+        self._cut()
+        return tuple(block for _, block, _ in lost)
+
+    def _cut(self) -> None:
+        self._segments.cut(self._end, {slot // self._segments.slots for slot in self._slots.values()})
+
+    def _where(self, block: BlockId, slot: int) -> str:
+        segment, at = divmod(slot, self._segments.slots)
+        return f"{self._segments.path(segment)}: block {_name(block)} at byte {at * self.block_bytes}"
+
+
+class _Index:
+    """slot -> (id, checksum) in SQLite, in write-ahead mode and locked for this process alone."""
+
+    def __init__(self, path: Path, durable: bool) -> None:
+        self.path = path
+        # Rows come in slot order, so that a batch dirties a page or two; a unique index over ids, which are
+        # random, would dirty one per block. The in-memory dict keeps ids unique instead.
+        self._db = sqlite3.connect(path, timeout=0, isolation_level=None)
+        try:
+            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'OFF'}")
+        except sqlite3.Error:
+            self._db.close()
+            raise
+
+    def prepare(self, block_bytes: int, slots: int) -> int:
+        """Make the tables of a new store; return the slots per segment of this one. StoreError on a mismatch."""
+        with self._transaction():
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS store (format INTEGER, block_bytes INTEGER, segment_slots INTEGER)"
+            )
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS block "
+                "(slot INTEGER PRIMARY KEY, id BLOB NOT NULL, checksum BLOB NOT NULL)"
+            )
+            row = self._db.execute("SELECT format, block_bytes, segment_slots FROM store").fetchone()
+            if row is None:
+                row = (_FORMAT, block_bytes, slots)
+                self._db.execute("INSERT INTO store VALUES (?, ?, ?)", row)
+        if row[:2] != (_FORMAT, block_bytes):
+            raise StoreError(
+                f"{self.path}: a store of format {row[0]} with blocks of {row[1]} bytes: "
+                f"expected format {_FORMAT} and {block_bytes} bytes; use another directory or remove this one"
+            )
+        return int(row[2])
+
+    def rows(self) -> Iterator[_Row]:
+        """All rows in slot order."""
+        yield from self._db.execute("SELECT slot, id, checksum FROM block ORDER BY slot")
+
+    def insert(self, rows: Iterator[_Row]) -> None:
+        with self._transaction():
+            self._db.executemany("INSERT INTO block VALUES (?, ?, ?)", rows)
+
+    def delete(self, slots: Sequence[int]) -> None:
+        with self._transaction():
+            self._db.executemany("DELETE FROM block WHERE slot = ?", ((slot,) for slot in slots))
+
+    def close(self) -> None:
+        self._db.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+
+def open_store(
+    directory: Path, block_bytes: int, *, segment_bytes: int = SEGMENT_BYTES, durable: bool = False
+) -> FileStore:
+    """Open the store in ``directory``, making both when they are not there. ``with`` closes it.
+
+    ``segment_bytes``: the size at which a *new* store begins its next file. ``durable``: see the module.
+    Raises StoreError when the directory cannot be used, is open elsewhere, or holds blocks of another size.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return FileStore(directory, block_bytes, segment_bytes, durable)
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+            raise StoreError(f"{directory}: the store is open in another process", definite=True) from None
+        raise StoreError(f"{directory}: the store cannot be opened: {error}", definite=True) from error
+    except (OSError, sqlite3.Error) as error:
+        raise StoreError(f"{directory}: the store cannot be opened: {error}", definite=True) from error
+
+
+def _checksum(joined: bytes | bytearray, i: int) -> bytes | bytearray:
+    return joined[i * _CHECKSUM_BYTES : (i + 1) * _CHECKSUM_BYTES]
+
+
+def _sync_directory(directory: Path) -> None:
+    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _name(block: BlockId) -> str:
+    return key_of(block).hex()
