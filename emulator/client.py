@@ -88,7 +88,7 @@ class Client:
         """Commit the first prompt's full blocks, as if an earlier turn had left them."""
         tokens = trajectory.prompt(0)
         ids = block_keys(tokens, self._deployment.layout.block_tokens)
-        blocks = prompt_blocks(self._backend, tokens, self._deployment.layout.block_tokens)
+        blocks = prompt_blocks(self._backend, tokens, block_tokens=self._deployment.layout.block_tokens)
         for node, first, count in self._deployment.stripes(0, len(ids)):
             data = blocks[first : first + count].tobytes()
             await self._fabric.call(node, PUT, Put(join_ids(ids[first : first + count]), data))

@@ -11,53 +11,37 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
-from topology.spec import ClusterSpec
-
-from .config import Member, RunConfig
-from .deployment import Deployment
+from .config import RunConfig
 from .fabric.clock import run_virtual
 from .fabric.fluid import FluidNetwork, open_fluid
+from .plan import emulated_rates
 from .records import Decisions, RunRecords
 from .serving import open_role
 from .workload import Workload
 
-__all__ = ["members_of", "port_rates", "simulate"]
-
-
-def members_of(spec: ClusterSpec) -> tuple[Member, ...]:
-    """The cluster's nodes as roles know them."""
-    return tuple(Member(node.name, node.role, len(node.engines)) for node in spec.nodes)
-
-
-def port_rates(spec: ClusterSpec, config: RunConfig) -> dict[tuple[str, str], float]:
-    """Payload bytes per model second of every shaped NIC."""
-    scale = Deployment(config).scale
-    return {(port.node, port.nic.name): scale.payload_rate(port.nic.rate_bytes_s) for port in spec.ports()}
+__all__ = ["simulate"]
 
 
 def simulate(
     config: RunConfig,
-    spec: ClusterSpec,
     workload: Workload,
     decisions: Decisions | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RunRecords:
-    """Replay ``workload`` on ``spec`` in virtual time. Raises EmulatorError where a role does."""
-    config = msgspec.structs.replace(
-        config, members=members_of(spec), scale=msgspec.structs.replace(config.scale, dilation=1.0)
-    )
-    return run_virtual(_simulate, config, spec, workload, decisions, on_progress, seed=config.replay.seed)
+    """Replay ``workload`` in virtual time. Raises EmulatorError where a role does."""
+    virtual = msgspec.structs.replace(config, scale=msgspec.structs.replace(config.scale, dilation=1.0))
+    return run_virtual(_simulate, virtual, workload, decisions, on_progress, seed=config.replay.seed)
 
 
 async def _simulate(
     config: RunConfig,
-    spec: ClusterSpec,
     workload: Workload,
     decisions: Decisions | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> RunRecords:
+    # Without dilation an emulated rate is payload bytes per model second, which is what the fluid wants.
     network = FluidNetwork(
-        port_rates(spec, config),
+        emulated_rates(config),
         nodes=[member.name for member in config.members],
         rpc_latency_s=config.engine.rpc_latency_s,
     )
