@@ -22,6 +22,7 @@ import msgspec
 from .errors import TopologyError
 
 __all__ = [
+    "CLASS_NAMES",
     "DSCP_OF_LANE",
     "MTU_BYTES",
     "RATE_TOLERANCE",
@@ -50,6 +51,8 @@ DSCP_OF_LANE: Mapping[int, int] = MappingProxyType(
 """IP_TOS byte (code point << 2) of virtual lanes 0 to 3: default, EF, AF11, AF21. Spare has no class yet."""
 
 ROOT_MINOR, HIGH_MINOR, KV_MINOR, CONTROL_MINOR = 0x1, 0x10, 0x20, 0x30
+CLASS_NAMES: Mapping[int, str] = MappingProxyType({HIGH_MINOR: "high", KV_MINOR: "kv", CONTROL_MINOR: "control"})
+"""The leaf classes by minor number, named as their shares are."""
 
 _PARENT_OF_ALL = 0
 _MIN_BURST_BYTES = 4096
