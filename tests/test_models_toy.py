@@ -60,7 +60,7 @@ class TestWithTorch:
         from emulator.models import toy
 
         backend = toy.ToyBackend()
-        shift = backend._shift.numpy().astype(int)
+        shift = backend._shift.numpy().T.astype(int)
         kv = np.zeros((toy.CONTEXT_LIMIT, toy.KV_BYTES), dtype=np.uint8)
         kv[:, : toy.HALF] = np.where(shift > 0, 255, 0)
         kv[::3, toy.HALF :] = 255

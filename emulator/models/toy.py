@@ -66,7 +66,7 @@ class ToyBackend:
         self._key_value = weights(LAYERS, WIDTH, KV_BYTES)
         self._carry = weights(LAYERS, WIDTH, WIDTH)
         self._mix = weights(LAYERS, HALF + HEADS, WIDTH)
-        shift = random.integers(-REACH, REACH + 1, (CONTEXT_LIMIT, HALF)).astype(np.float64)
+        shift = random.integers(-REACH, REACH + 1, (HALF, CONTEXT_LIMIT)).astype(np.float64)
         self._shift = torch.from_numpy(shift)
 
     def check_context(self, tokens: int) -> None:
@@ -110,22 +110,18 @@ class ToyBackend:
 
     def _attend(self, query: Any, kv: Bytes, cached: int) -> Any:
         """Sums of weighted values and of weights, (n, 8 + 2), for queries (n, 8) at rows ``cached ..``."""
-        floats = torch.from_numpy(kv.astype(np.float64)) - 128
-        keys = _heads(floats[:, :HALF] + self._shift[: len(kv)])
-        ones = torch.ones((HEADS, len(kv), 1), dtype=torch.float64)
-        values = torch.cat([_heads(floats[:, HALF:]), ones], dim=2)
+        # (16, rows): products run along the context.
+        columns = torch.from_numpy(kv.T.astype(np.float64, order="C")) - 128
+        keys = (columns[:HALF] + self._shift[:, : len(kv)]).unflatten(0, (HEADS, DIM))
+        values = columns[HALF:].unflatten(0, (HEADS, DIM)).transpose(1, 2)
         parts = []
         for at in range(0, len(query), QUERIES):
-            rows = _heads(query[at : at + QUERIES])
+            rows = query[at : at + QUERIES].unflatten(1, (HEADS, DIM)).transpose(0, 1)
             seen = cached + at + rows.shape[1]
-            weights = (rows @ keys[:, :seen].transpose(1, 2)).square_().tril_(diagonal=cached + at)
-            parts.append((weights @ values[:, :seen]).transpose(0, 1).flatten(1))
+            weights = (rows @ keys[:, :, :seen]).square_().tril_(diagonal=cached + at)
+            sums = torch.cat([weights @ values[:, :seen], weights.sum(2, keepdim=True)], dim=2)
+            parts.append(sums.transpose(0, 1).flatten(1))
         return torch.cat(parts)
-
-
-def _heads(x: Any) -> Any:
-    """(n, heads x dim) as (heads, n, dim)."""
-    return x.unflatten(1, (HEADS, DIM)).transpose(0, 1)
 
 
 def _mod_p(x: Any) -> Any:
