@@ -48,7 +48,7 @@ class Extent(msgspec.Struct, frozen=True, array_like=True):
 
 def total_bytes(extents: Sequence[Extent]) -> int:
     """Payload bytes of a list of extents."""
-    return sum(e.size * e.count for e in extents)
+    return sum([e.size * e.count for e in extents])
 
 
 def _window(memory: Bytes, e: Extent) -> Bytes:
@@ -57,9 +57,8 @@ def _window(memory: Bytes, e: Extent) -> Bytes:
     if e.contiguous:
         row: Bytes = memory[e.offset : e.offset + e.total].reshape(1, e.total)
         return row
-    runs: Bytes = np.lib.stride_tricks.as_strided(
-        memory[e.offset :], shape=(e.count, e.size), strides=(e.stride, 1), writeable=memory.flags.writeable
-    )
+    # The constructor does what as_strided does in a tenth of the time: this is every layer message's path.
+    runs: Bytes = np.ndarray((e.count, e.size), np.uint8, memory, e.offset, (e.stride, 1))
     return runs
 
 
@@ -69,7 +68,8 @@ def gather(memory: Bytes, extents: Sequence[Extent]) -> Bytes:
     A single contiguous extent comes back as a view of ``memory``, not a copy.
     """
     if len(extents) == 1 and extents[0].contiguous:
-        return _window(memory, extents[0])[0]
+        whole: Bytes = _window(memory, extents[0])[0]
+        return whole
     out = np.empty(total_bytes(extents), dtype=np.uint8)
     at = 0
     for e in extents:

@@ -1,9 +1,9 @@
 """The accepting side of a queue pair over TCP: bytes go straight into registered regions, counts go back.
 
-One task per connection. It reads into one buffer of its own, in which headers and small messages arrive many
-at a time; the rest of a message that is not yet complete there is received in place, together with whatever
-follows it, in one call. Before it waits, it says how many messages are in place: one count for all that the
-last call brought.
+One task per connection, one buffer for all of them. Headers and small messages arrive in the buffer, many at a
+time; the rest of a message that is not complete there is received in place, together with whatever follows it,
+in one call. So nothing but the beginning of a header is ever left over, and no task holds the buffer while it
+waits. Before it waits, it says how many messages are in place: one count for all that the last call brought.
 
 No byte of a payload is placed before its whole header is checked against this node's regions. A violation is
 told to the sender, logged here, and ends the connection.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import numpy as np
@@ -25,7 +25,7 @@ from ..errors import EmulatorError, PeerLost, ProtocolViolation, error_from_code
 from ..extent import scatter
 from .interface import Endpoint, Marks, Region
 from .meter import Books
-from .sockets import close, receive, retransmits
+from .sockets import close, receive_nowait, retransmits
 from .wire import (
     Header,
     PairHello,
@@ -35,7 +35,7 @@ from .wire import (
     encode_violation,
 )
 
-__all__ = ["MarkTable", "Reception"]
+__all__ = ["MarkTable", "ReceiveBuffer", "Reception"]
 
 RECEIVE_BYTES = 256 * 1024
 LAST_WORD_S = 1.0
@@ -120,6 +120,20 @@ class MarkTable:
                 marks.fail(error)
 
 
+class ReceiveBuffer:
+    """What all connections of a node receive into. Nobody's bytes are in it while its task waits."""
+
+    def __init__(self) -> None:
+        self.array = np.empty(RECEIVE_BYTES, dtype=np.uint8)
+        self.view = self.array.data
+
+    def hold(self, size: int) -> None:
+        """Make it at least ``size`` bytes large; a header can be larger than what is usual."""
+        if self.view.nbytes < size:
+            self.array = np.empty(2 * size, dtype=np.uint8)
+            self.view = self.array.data
+
+
 class Reception:
     """One accepted data connection.
 
@@ -136,16 +150,16 @@ class Reception:
         marks: MarkTable,
         books: Books,
         now: Callable[[], float],
+        buffer: ReceiveBuffer,
     ) -> None:
         self._sock = sock
+        self._buffer = buffer
         self._endpoint = endpoint
         self._address_of = address_of
         self._regions = regions
         self._marks = marks
         self._books = books
         self._now = now
-        self._array = np.empty(RECEIVE_BYTES, dtype=np.uint8)
-        self._view = self._array.data
         self._scratch = np.empty(0, dtype=np.uint8)
         self._start = self._end = 0
         self._placed = self._told = 0
@@ -174,8 +188,8 @@ class Reception:
         return hello, error
 
     async def _hello(self) -> PairHello:
-        while (found := decode_hello(self._view[: self._end], PairHello)) is None:
-            self._end += await receive(self._sock, [self._view[self._end :]])
+        while (found := decode_hello(self._buffer.view[: self._end], PairHello)) is None:
+            await self._more()
         hello, self._start = found
         if hello.dst != self._endpoint:
             raise ProtocolViolation(f"hello for {hello.dst} came to {self._endpoint}")
@@ -209,18 +223,20 @@ class Reception:
                 marks.bump()
 
     async def _header(self) -> Header:
-        while (header := decode_header(self._view, self._start, self._end)) is None:
-            held = self._end - self._start
-            if held == self._view.nbytes:
-                larger = np.empty(2 * held, dtype=np.uint8)
-                larger[:held] = self._array
-                self._array, self._view = larger, larger.data
-            elif self._start:
-                self._view[:held] = bytes(self._view[self._start : self._end])
-            self._start, self._end = 0, held
-            self._end += await self._receive([self._view[held:]])
+        while (header := decode_header(self._buffer.view, self._start, self._end)) is None:
+            await self._more()
         self._start += header.length
         return header
+
+    async def _more(self) -> None:
+        """Receive behind what is left over, which others may overwrite meanwhile."""
+        left = bytes(self._buffer.view[self._start : self._end])
+        await self._readable()
+        buffer, held = self._buffer, len(left)
+        buffer.hold(held + 1)
+        self._start = 0
+        self._end = held + receive_nowait(self._sock, [buffer.view[held:]])
+        buffer.view[:held] = left
 
     def _checked(self, header: Header) -> Region:
         """The region that the header names, if all of the scatter lies in it."""
@@ -241,7 +257,7 @@ class Reception:
         in_place = len(header.extents) == 1 and first.contiguous
         held = self._end - self._start
         if held >= size:
-            payload = self._array[self._start : self._start + size]
+            payload = self._buffer.array[self._start : self._start + size]
             self._start += size
             if in_place:
                 memory[first.offset : first.end] = payload
@@ -254,19 +270,20 @@ class Reception:
             if self._scratch.size < size:
                 self._scratch = np.empty(size, dtype=np.uint8)
             destination = self._scratch.data[:size]
-        destination[:held] = self._view[self._start : self._end]
+        destination[:held] = self._buffer.view[self._start : self._end]
         self._start = self._end = 0
         while held < size:
-            held += await self._receive([destination[held:], self._view])
+            await self._readable()
+            held += receive_nowait(self._sock, [destination[held:], self._buffer.view])
         self._end = held - size
         if not in_place:
             scatter(memory, header.extents, self._scratch[:size])
 
-    async def _receive(self, buffers: Sequence[memoryview]) -> int:
+    async def _readable(self) -> None:
         if self._told < self._placed:
             await self._say(encode_ack(self._placed))
             self._told = self._placed
-        return await receive(self._sock, buffers)
+        await trio.lowlevel.wait_readable(self._sock)
 
     async def _say(self, data: bytes) -> None:
         while data:

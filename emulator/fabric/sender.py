@@ -20,7 +20,7 @@ import numpy.typing as npt
 import trio
 
 from ..errors import EmulatorError, PeerLost, ProtocolViolation, error_from_code
-from ..extent import Extent, gather, total_bytes
+from ..extent import Extent, gather
 from .interface import Region, Segment, Target, WriteStream
 from .meter import Books
 from .sockets import SILENCE_S, Buffer, Outbox, close, retransmits
@@ -42,11 +42,11 @@ class _Message:
 
     __slots__ = ("extents", "header", "size_bytes", "stream")
 
-    def __init__(self, stream: PostedStream, header: bytes, segment: Segment) -> None:
+    def __init__(self, stream: PostedStream, header: bytes, segment: Segment, size_bytes: int) -> None:
         self.stream = stream
         self.header = header
         self.extents = segment.local
-        self.size_bytes = segment.size_bytes
+        self.size_bytes = size_bytes
 
 
 class QueuePair:
@@ -86,15 +86,17 @@ class QueuePair:
         """Changes whenever the pair gets anything done: bytes handed to the kernel, messages placed."""
         return self._outbox.sent_bytes, self._placed
 
-    def post(self, stream: PostedStream, messages: Sequence[tuple[bytes, Segment]]) -> None:
-        """Queue encoded headers with their segments, in order."""
+    def post(self, stream: PostedStream, segments: Sequence[Segment]) -> None:
+        """Queue the next segments of ``stream``, in order."""
         if self._error is not None:
             stream.on_failed(self._error, begun=False)
             return
         now = self._now()
-        for header, segment in messages:
+        for segment in segments:
+            size_bytes = segment.size_bytes
+            header = encode_header(stream.target.transfer, stream.region, stream.tag, segment.remote, size_bytes)
             self._meter.begin(now)
-            self._queue.append(_Message(stream, header, segment))
+            self._queue.append(_Message(stream, header, segment, size_bytes))
         self._outbox.push()
 
     def drop(self, stream: PostedStream) -> None:
@@ -150,7 +152,7 @@ class QueuePair:
             message.stream.on_begun()
             self._begun.append(message)
             buffers.append(message.header)
-            buffers.extend(_payload(message.stream.memory, message.extents))
+            buffers.extend(_payload(message.stream.memory, message.extents, message.size_bytes))
             size += message.size_bytes
         return buffers
 
@@ -210,7 +212,7 @@ class PostedStream(WriteStream):
         self.memory: npt.NDArray[np.uint8] = local.memory
         self._pair = pair
         self._segments = segments
-        self._tag = tag
+        self.region, self.tag = target.region.encode(), tag.encode()
         self._released = self._begun = self._placed = 0
         self._closed = False
         self._error: EmulatorError | None = None
@@ -221,11 +223,10 @@ class PostedStream(WriteStream):
             raise ValueError("the stream is closed")
         if not self._released <= upto <= len(self._segments):
             raise ValueError(f"release({upto}): expected {self._released} to {len(self._segments)}")
-        target, fresh = self.target, self._segments[self._released : upto]
-        headers = [(encode_header(target.transfer, target.region, self._tag, s.remote), s) for s in fresh]
+        fresh = self._segments[self._released : upto]
         self._released = upto
-        if headers and self._error is None:
-            self._pair.post(self, headers)
+        if fresh and self._error is None:
+            self._pair.post(self, fresh)
 
     @property
     def placed(self) -> int:
@@ -292,11 +293,11 @@ class PostedStream(WriteStream):
             event.set()
 
 
-def _payload(memory: npt.NDArray[np.uint8], extents: Sequence[Extent]) -> list[Buffer]:
+def _payload(memory: npt.NDArray[np.uint8], extents: Sequence[Extent], size_bytes: int) -> list[Buffer]:
     """The gather list of a message: in place where runs are long, else copied together."""
     if len(extents) == 1 and extents[0].contiguous:
         return [memory.data[extents[0].offset : extents[0].end]]
-    if total_bytes(extents) < LONG_RUN_BYTES * sum(e.count for e in extents):
+    if size_bytes < LONG_RUN_BYTES * sum([e.count for e in extents]):
         return [gather(memory, extents).data]
     view = memory.data
     starts = ((e.offset + run * e.stride, e.size) for e in extents for run in range(e.count))

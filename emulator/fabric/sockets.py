@@ -24,6 +24,7 @@ __all__ = [
     "connect",
     "listen",
     "receive",
+    "receive_nowait",
     "retransmits",
     "window_of",
 ]
@@ -141,13 +142,20 @@ async def receive(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
     """Wait for bytes and put them into ``buffers``, in order; how many. EOFError at the end of the stream."""
     while True:
         await trio.lowlevel.wait_readable(sock)
-        try:
-            count = sock.recvmsg_into(buffers)[0] if len(buffers) > 1 else sock.recv_into(buffers[0])
-        except BlockingIOError:
-            continue
-        if not count:
-            raise EOFError("the peer closed the connection")
-        return count
+        count = receive_nowait(sock, buffers)
+        if count:
+            return count
+
+
+def receive_nowait(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
+    """Like ``receive``, but 0 when nothing is there."""
+    try:
+        count = sock.recvmsg_into(buffers)[0] if len(buffers) > 1 else sock.recv_into(buffers[0])
+    except BlockingIOError:
+        return 0
+    if not count:
+        raise EOFError("the peer closed the connection")
+    return count
 
 
 def close(sock: socket.socket) -> None:

@@ -37,7 +37,7 @@ from .interface import (
     WriteStream,
 )
 from .meter import Books
-from .receiver import MarkTable, Reception
+from .receiver import MarkTable, ReceiveBuffer, Reception
 from .rpc import RpcPort
 from .sender import PostedStream, QueuePair
 from .sockets import MakeSocket, accept, connect, listen, window_of
@@ -91,6 +91,7 @@ class TcpFabric(Fabric):
         self._marks = MarkTable()
         self._books = Books(window_s)
         self._pairs: dict[tuple[Endpoint, Endpoint, VirtualLane], QueuePair] = {}
+        self._buffer = ReceiveBuffer()
         self._receptions: set[Reception] = set()
         self._past_retransmits = 0
         self._rpc = RpcPort(
@@ -174,7 +175,7 @@ class TcpFabric(Fabric):
                 self._addresses.tos[target.lane],
                 self._windows.get(target.src.nic),
             )
-            pair = QueuePair(PairHello(*key), open_socket, self._books, self.now, self._end_pair)
+            pair = QueuePair(PairHello(*key), open_socket, self._books, self._clock.now, self._end_pair)
             self._pairs[key] = pair
             self._nursery.start_soon(pair.run)
         return pair
@@ -201,7 +202,9 @@ class TcpFabric(Fabric):
 
     async def _receive(self, sock: socket.socket, endpoint: Endpoint) -> None:
         address_of = self._addresses.endpoints.__getitem__
-        reception = Reception(sock, endpoint, address_of, self._regions, self._marks, self._books, self.now)
+        reception = Reception(
+            sock, endpoint, address_of, self._regions, self._marks, self._books, self._clock.now, self._buffer
+        )
         self._receptions.add(reception)
         hello, error = await reception.run()
         self._receptions.discard(reception)

@@ -156,15 +156,20 @@ def decode_hello(buffer: Buffer, kind: type[H]) -> tuple[H, int] | None:
         raise ProtocolViolation(f"hello is no {kind.__name__}: {error}") from None
 
 
-def encode_header(transfer: Transfer, region: str, tag: str, extents: Sequence[Extent]) -> bytes:
-    """The header of one message; ValueError when a name or the list is longer than the wire allows."""
-    name, mark = region.encode(), tag.encode()
-    if len(name) > MAX_TEXT_BYTES or len(mark) > MAX_TEXT_BYTES:
-        raise ValueError(f"region and tag may have {MAX_TEXT_BYTES} bytes each, got {len(name)} and {len(mark)}")
+def encode_header(
+    transfer: Transfer, region: bytes, tag: bytes, extents: Sequence[Extent], payload_bytes: int
+) -> bytes:
+    """The header of one message; ``region`` and ``tag`` are UTF-8, ``payload_bytes`` the extents' total.
+
+    ValueError when a name or the list is longer than the wire allows.
+    """
+    if len(region) > MAX_TEXT_BYTES or len(tag) > MAX_TEXT_BYTES:
+        raise ValueError(f"region and tag may have {MAX_TEXT_BYTES} bytes each, got {len(region)} and {len(tag)}")
     if not 1 <= len(extents) <= MAX_EXTENTS:
         raise ValueError(f"a message has 1 to {MAX_EXTENTS} extents, got {len(extents)}")
-    fixed = _FIXED.pack(_HEADER_MAGIC, transfer, len(name), len(mark), len(extents), total_bytes(extents))
-    return b"".join((fixed, name, mark, *(_EXTENT.pack(e.offset, e.size, e.count, e.stride) for e in extents)))
+    fixed = _FIXED.pack(_HEADER_MAGIC, transfer, len(region), len(tag), len(extents), payload_bytes)
+    packed = [_EXTENT.pack(e.offset, e.size, e.count, e.stride) for e in extents]
+    return b"".join((fixed, region, tag, *packed))
 
 
 def decode_header(buffer: memoryview, start: int, end: int) -> Header | None:
