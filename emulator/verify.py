@@ -206,15 +206,18 @@ def _received_as_sent(evidence: Evidence) -> Iterator[str]:
 def _step_bytes(evidence: Evidence) -> Iterator[str]:
     # A request that failed or was cancelled on the way moved a part of its bytes that no record tells, so it
     # widens what is allowed from exactly the done requests' bytes to at most its own on top.
+    decided = {d.request: d for node in evidence.records.nodes for d in node.decisions}
     low: Counter[str] = Counter()
     high: Counter[str] = Counter()
     for r in evidence.records.requests:
-        if r.path is None:
-            continue
-        steps = expected_steps(r, evidence.setup)
-        high.update(steps)
         if r.status == "done":
+            steps = expected_steps(r, evidence.setup)
             low.update(steps)
+            high.update(steps)
+        elif (d := decided.get(r.id)) is not None:
+            hit = d.hit_blocks * evidence.setup.layout.block_tokens
+            begun = msgspec.structs.replace(r, path=d.path, hit_tokens=hit)
+            high.update(expected_steps(begun, evidence.setup))
     for key, got in metrics.step_payload(evidence.records).items():
         if not low[key] <= got <= high[key]:
             wanted = str(low[key]) if low[key] == high[key] else f"{low[key]} to {high[key]}"

@@ -33,6 +33,8 @@ LAYOUT = Layout(layers=3, kv_bytes=4)
 TOKEN = 3 * 4
 BLOCK = 64 * TOKEN
 RATE_BPS = 20_000.0
+READ_SHARE = 0.97
+"""What part of a storage NIC's rate a read gets."""
 WINDOW_S = 1.0
 ROLES = {"pe0": "pe", "de0": "de", "st0": "storage", "st1": "storage", "sched": "scheduler", "client": "client"}
 
@@ -108,7 +110,8 @@ def evidence(agents: int = 3, turns: int = 3, *, hosts: bool = True) -> Evidence
             name = f"a{agent}.{turn}"
             first_batch, last_batch = prompt - hit - 40, 40
             at = now
-            steps = (0.0, 0.05, 0.1, 0.2, 0.9, 1.0, 1.6, 2.0, 2.1, 3.48)
+            read_s = 0.2 + hit * TOKEN / RATE_BPS / READ_SHARE
+            steps = (0.0, 0.05, 0.1, 0.2, read_s, 1.0, 1.6, 2.0, 2.1, 3.48)
             stamps = [at + s for s in steps]
             _traffic(ledger, path, prompt, hit, output, stamps)
             decisions.append(Decision(name, "pe0/0", "de0/1", path, hit // 64))  # type: ignore[arg-type]
