@@ -29,6 +29,7 @@ from .errors import ConfigError
 __all__ = [
     "MAX_CONTEXT",
     "VOCABULARY",
+    "CacheHits",
     "Stream",
     "Trajectory",
     "Turn",
@@ -39,6 +40,7 @@ __all__ = [
     "cut",
     "decode",
     "encode",
+    "infinite_cache",
     "open_loop",
     "seed_of",
     "workload_stats",
@@ -262,16 +264,45 @@ def decode(data: bytes) -> Workload:
         raise ConfigError(f"not an encoded workload: {error}") from None
 
 
+class CacheHits(msgspec.Struct, frozen=True):
+    """What an infinite cache gives: hit tokens by trajectory and turn, and how many tokens it ends up with."""
+
+    hit_tokens: tuple[tuple[int, ...], ...]
+    distinct_tokens: int
+
+
+def infinite_cache(workload: Workload, block_tokens: int = 64, warm: bool = False) -> CacheHits:
+    """Replay the workload against a cache that never evicts and is filled the moment a request is over.
+
+    A hit is a leading run of full blocks that an earlier request had in its prompt or generated, and a
+    prompt's last token is never one. Requests are taken turn by turn over all trajectories, those of a turn
+    in the order of arrival where it is known. ``warm``: the first prompts' blocks are there from the start.
+    """
+    known: set[int] = set()
+    marks: dict[tuple[int, int], list[int]] = {}
+    hits: list[list[int]] = [[] for _ in workload.trajectories]
+    for index, trajectory in enumerate(workload.trajectories):
+        for stream in {turn.stream for turn in trajectory.turns}:
+            marks[index, stream] = _prefix_marks(_longest_cut(trajectory, stream), block_tokens)
+        if warm:
+            first = trajectory.turns[0]
+            known.update(marks[index, first.stream][: first.prompt_tokens // block_tokens])
+    for index, turn in _in_order(workload.trajectories):
+        blocks = marks[index, turn.stream][: turn.total_tokens // block_tokens]
+        old = _known_prefix(blocks, known)
+        hits[index].append(min(old, (turn.prompt_tokens - 1) // block_tokens) * block_tokens)
+        known.update(blocks[old:])
+    return CacheHits(tuple(map(tuple, hits)), len(known) * block_tokens)
+
+
 class WorkloadStats(msgspec.Struct, frozen=True, kw_only=True):
     """A workload in the terms of the paper's table of trajectories; all lengths are tokens.
 
     ``append`` and ``gen`` are means over trajectories of each trajectory's mean, a first prompt being an append
     too, and ``context`` the mean prompt over all requests (the reading under which the five published means
-    agree with each other); ``total`` is the mean last context, output included. ``hit_ratio``: of all prompt
-    tokens, those in a leading run of full blocks that an earlier request of the workload had in its prompt or
-    generated, with a cache that never evicts; requests are taken turn by turn over all trajectories, in the
-    order of recorded arrivals where there are any. ``prompt_tokens``, ``hit_tokens``, ``output_tokens`` and
-    ``distinct_tokens`` (what such a cache holds at the end: the working set without eviction) are sums.
+    agree with each other); ``total`` is the mean last context, output included. ``hit_ratio``: the part of all
+    prompt tokens that an ``infinite_cache`` holds; ``prompt_tokens``, ``hit_tokens``, ``output_tokens`` and
+    ``distinct_tokens`` (what that cache holds at the end: the working set without eviction) are sums.
     """
 
     trajectories: int
@@ -297,17 +328,8 @@ def workload_stats(workload: Workload, block_tokens: int = 64) -> WorkloadStats:
     trajectories = _some(workload)
     appends = [[t.append_tokens(i) for i in range(len(t.turns))] for t in trajectories]
     prompt_tokens = sum(turn.prompt_tokens for t in trajectories for turn in t.turns)
-    hit_tokens, distinct = 0, set[int]()
-    marks = {}
-    for trajectory, index in _in_order(trajectories):
-        turn = trajectory.turns[index]
-        key = (trajectory.id, turn.stream)
-        if key not in marks:
-            marks[key] = _prefix_marks(_longest_cut(trajectory, turn.stream), block_tokens)
-        blocks = marks[key][: turn.total_tokens // block_tokens]
-        known = _known_prefix(blocks, distinct)
-        hit_tokens += min(known, turn.prompt_tokens // block_tokens) * block_tokens
-        distinct.update(blocks[known:])
+    cache = infinite_cache(workload, block_tokens)
+    hit_tokens = sum(map(sum, cache.hit_tokens))
     return WorkloadStats(
         trajectories=len(trajectories),
         requests=workload.requests,
@@ -319,7 +341,7 @@ def workload_stats(workload: Workload, block_tokens: int = 64) -> WorkloadStats:
         prompt_tokens=prompt_tokens,
         hit_tokens=hit_tokens,
         output_tokens=sum(turn.output_tokens for t in trajectories for turn in t.turns),
-        distinct_tokens=len(distinct) * block_tokens,
+        distinct_tokens=cache.distinct_tokens,
         hit_ratio=hit_tokens / prompt_tokens,
         max_total=max(turn.total_tokens for t in trajectories for turn in t.turns),
     )
@@ -387,14 +409,14 @@ def _repeated(original: Trajectory, copy: int, seed: int, rng: np.random.Generat
     )
 
 
-def _in_order(trajectories: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, int]]:
-    """(trajectory, turn) by round; within a round by recorded arrival, then as listed."""
-    rounds = max(len(trajectory.turns) for trajectory in trajectories)
-    by_arrival = sorted(trajectories, key=lambda trajectory: trajectory.turns[0].arrival_s or 0.0)
-    for index in range(rounds):
-        for trajectory in by_arrival:
-            if index < len(trajectory.turns):
-                yield trajectory, index
+def _in_order(trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, Turn]]:
+    """(index of the trajectory, turn) by round; within a round by the first turns' arrivals, then as listed."""
+    rounds = max((len(trajectory.turns) for trajectory in trajectories), default=0)
+    by_arrival = sorted(range(len(trajectories)), key=lambda index: trajectories[index].turns[0].arrival_s or 0.0)
+    for turn in range(rounds):
+        for index in by_arrival:
+            if turn < len(trajectories[index].turns):
+                yield index, trajectories[index].turns[turn]
 
 
 def _longest_cut(trajectory: Trajectory, stream: int) -> NDArray[np.uint32]:
