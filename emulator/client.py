@@ -14,7 +14,7 @@ import numpy.typing as npt
 import trio
 
 from .deployment import Deployment, engine_node, join_ids
-from .errors import EmulatorError
+from .errors import ConfigError, PeerLost, Refused, StoreError
 from .fabric.interface import Fabric
 from .kvcache import block_keys
 from .messages import (
@@ -62,7 +62,12 @@ class Client:
         decisions: Decisions | None = None,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> Replayed:
-        """Run every trajectory to its end. ``on_progress(finished, total)`` is told of every request's end."""
+        """Run every trajectory to its end. ``on_progress(finished, total)`` is told of every request's end.
+
+        Raises ConfigError, before anything is served, for a request that the backend cannot hold or that the
+        decisions to repeat do not know.
+        """
+        self._check(workload, decisions)
         self._total = sum(len(trajectory.turns) for trajectory in workload.trajectories)
         if on_progress is not None:
             self._on_progress = on_progress
@@ -77,6 +82,26 @@ class Client:
                 nursery.start_soon(self._follow, trajectory, t0_s, name=f"agent {trajectory.id}")
         order = [request_id(t, turn) for t in workload.trajectories for turn in range(len(t.turns))]
         return t0_s, self._fabric.now(), tuple(self._records[name] for name in order)
+
+    def _check(self, workload: Workload, decisions: Decisions | None) -> None:
+        engines = {*self._deployment.pe_engines, *self._deployment.de_engines}
+        recorded = None if decisions is None else {decision.request: decision for decision in decisions.requests}
+        for trajectory in workload.trajectories:
+            for index, turn in enumerate(trajectory.turns):
+                name = request_id(trajectory, index)
+                try:
+                    self._backend.check_context(turn.total_tokens)
+                except ConfigError as error:
+                    raise ConfigError(f"request {name}: {error.text}; cut the trace with --max-len") from None
+                if recorded is None:
+                    continue
+                if name not in recorded:
+                    raise ConfigError(f"--decisions: no decision for request {name}; replay the same trace")
+                for engine in (recorded[name].pe, recorded[name].de):
+                    if engine not in engines:
+                        raise ConfigError(
+                            f"--decisions: request {name} ran on {engine}, which is not in this topology"
+                        )
 
     async def _impose(self, decisions: Decisions) -> None:
         await self._fabric.call(self._deployment.scheduler, REPLAY_DECISIONS, Decided(decisions.requests))
@@ -110,7 +135,7 @@ class Client:
             await self._fabric.sleep_until(arrived_s)
             try:
                 record = await self._request(trajectory, index, arrived_s, max(arrived_s, eligible_s))
-            except EmulatorError as error:
+            except (Refused, PeerLost, StoreError) as error:
                 self._keep(_unserved(trajectory, index, "failed", arrived_s, error.text))
                 alive = False
                 continue

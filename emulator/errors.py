@@ -15,6 +15,7 @@ __all__ = [
     "Refused",
     "StoreError",
     "error_from_code",
+    "reported",
 ]
 
 
@@ -69,6 +70,24 @@ class InvariantBroken(EmulatorError):
 
     code = "invariant"
     exit_code = 4
+
+
+def reported(error: BaseException) -> EmulatorError | None:
+    """The one error that explains a nursery's group, or None where any leaf is a defect of ours.
+
+    A lost peer is mostly the echo of what went wrong over there, so another reported error comes first.
+    """
+    leaves = _leaves(error)
+    known = [leaf for leaf in leaves if isinstance(leaf, EmulatorError)]
+    if not known or len(known) < len(leaves):
+        return None
+    return next((leaf for leaf in known if not isinstance(leaf, PeerLost)), known[0])
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
 
 
 _BY_CODE: dict[str, type[EmulatorError]] = {

@@ -131,13 +131,7 @@ class Scheduler:
 
     def _replayed(self, request: Submit, hit: int) -> Decision:
         assert self._recorded is not None
-        decision = self._recorded.get(request.request)
-        if decision is None:
-            raise EmulatorError(f"request {request.request} is not among the recorded decisions (--decisions)")
-        if decision.pe not in self._tokens or decision.de not in self._tokens:
-            raise EmulatorError(
-                f"request {request.request}: recorded engines {decision.pe}, {decision.de} are not in the topology"
-            )
+        decision = self._recorded[request.request]
         if decision.hit_blocks != hit:
             raise EmulatorError(
                 f"request {request.request}: {decision.hit_blocks} blocks hit when recorded, {hit} now;"

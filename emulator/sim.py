@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from .config import RunConfig
+from .errors import reported
 from .fabric.clock import run_virtual
 from .fabric.fluid import FluidNetwork, open_fluid
 from .plan import emulated_rates
@@ -30,7 +31,13 @@ def simulate(
 ) -> RunRecords:
     """Replay ``workload`` in virtual time. Raises EmulatorError where a role does."""
     virtual = msgspec.structs.replace(config, scale=msgspec.structs.replace(config.scale, dilation=1.0))
-    return run_virtual(_simulate, virtual, workload, decisions, on_progress, seed=config.replay.seed)
+    try:
+        return run_virtual(_simulate, virtual, workload, decisions, on_progress, seed=config.replay.seed)
+    except BaseExceptionGroup as group:
+        error = reported(group)
+        if error is None:
+            raise
+        raise error from group
 
 
 async def _simulate(

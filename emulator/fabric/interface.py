@@ -17,6 +17,7 @@ Must not import ``tcp``, ``fluid`` or anything above.
 from __future__ import annotations
 
 import enum
+import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Literal, TypeVar
@@ -40,6 +41,9 @@ __all__ = [
     "VirtualLane",
     "WriteStream",
 ]
+
+_MAP_NORESERVE = 0x4000
+"""Linux; named by Python's mmap only from 3.13 on. A cluster's DRAM may exceed the host's; its use does not."""
 
 Side = Literal["host", "gpu"]
 Q = TypeVar("Q", bound=msgspec.Struct)
@@ -111,6 +115,14 @@ class Region:
     def __init__(self, name: str, memory: npt.NDArray[np.uint8]) -> None:
         self.name = name
         self.memory = memory
+
+    @classmethod
+    def allocate(cls, name: str, size_bytes: int) -> Region:
+        """A region of zeros whose pages become resident when they are first written, however large it is."""
+        if not size_bytes:
+            return cls(name, np.zeros(0, dtype=np.uint8))
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        return cls(name, np.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=np.uint8))
 
     @property
     def size_bytes(self) -> int:

@@ -20,7 +20,6 @@ from functools import partial
 from typing import TypeVar
 
 import msgspec
-import numpy as np
 import trio
 
 from ..errors import EmulatorError, PeerLost
@@ -115,7 +114,7 @@ class TcpFabric(Fabric):
     def register(self, name: str, size_bytes: int) -> Region:
         if name in self._regions:
             raise ValueError(f"{self.node} has a region {name!r} already")
-        region = self._regions[name] = Region(name, np.zeros(size_bytes, dtype=np.uint8))
+        region = self._regions[name] = Region.allocate(name, size_bytes)
         return region
 
     async def write(self, target: Target, local: Region, segment: Segment, *, tag: str = "") -> None:

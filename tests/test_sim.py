@@ -1,0 +1,157 @@
+"""Whole runs in virtual time: every role, real bytes, every invariant."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emulator.config import ModelConfig
+from emulator.errors import ConfigError, EmulatorError
+from emulator.records import Decisions, RunRecords
+from emulator.sim import simulate
+from emulator.workload import Trajectory, Workload
+
+from .clusters import broken, config, conversation, expected_tokens
+
+ROUNDS = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 80)), min_size=1, max_size=4)
+
+
+def _mixed() -> Workload:
+    return Workload(
+        (
+            conversation("long", (900, 70), (1, 1), (130, 64)),
+            conversation("short", (5, 3), (10, 0), (200, 90)),
+            conversation("exact", (128, 64), (64, 128), (64, 1)),
+        )
+    )
+
+
+def _decisions(records: RunRecords) -> Decisions:
+    return Decisions(
+        tuple(decision for node in records.nodes for decision in node.decisions),
+        tuple(batch for node in records.nodes for batch in node.batches),
+    )
+
+
+@pytest.mark.parametrize("path", ["pe", "de", "auto"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_both_paths_serve_every_request_and_break_nothing(path: str, warm: bool) -> None:
+    """All done, tokens as the reference, step bytes exact, pools whole, on either path, warm or cold."""
+    run = config(path=path, agents=3, warm=warm)
+    records = simulate(run, _mixed())
+    assert [request.status for request in records.requests] == ["done"] * 9
+    assert broken(run, _mixed(), records) == []
+    if path != "auto":
+        assert {request.path for request in records.requests} == {path}
+    if warm:
+        assert records.requests[0].hit_tokens == 896
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(ROUNDS, min_size=1, max_size=5), st.sampled_from(["pe", "de", "auto"]), st.integers(1, 2))
+def test_any_workload_is_served(rounds: list[list[tuple[int, int]]], path: str, nodes: int) -> None:
+    """Whatever the lengths, no invariant breaks."""
+    load = Workload(tuple(conversation(f"t{at}", *each) for at, each in enumerate(rounds)))
+    run = config(path=path, agents=len(rounds), pe_nodes=nodes, de_nodes=nodes)
+    assert broken(run, load, simulate(run, load)) == []
+
+
+def test_the_same_seed_gives_the_same_records() -> None:
+    """Two runs are equal to the byte; another seed may choose other paths."""
+    run = config(agents=3, seed=4)
+    first, second = (msgspec.json.encode(simulate(run, _mixed())) for _ in range(2))
+    assert first == second
+
+
+def test_a_turn_hits_what_its_predecessor_generated() -> None:
+    """Turn n+1 reads every full block of turn n's prompt and output, and computes only the rest."""
+    load = Workload((conversation("t", (100, 60), (30, 70), (64, 2)),))
+    hits = [request.hit_tokens for request in simulate(config(agents=1), load).requests]
+    assert hits == [0, 128, 256]
+
+
+def test_a_request_that_never_fits_is_refused_and_the_rest_complete() -> None:
+    """Refused at admission with the setting's name; its later turns are cancelled; others are served."""
+    load = Workload((conversation("big", (2000, 1), (10, 1)), conversation("small", (100, 5), (10, 5))))
+    run = config(agents=2, engine={"de_buffer_gb": 0.05})
+    records = simulate(run, load)
+    assert [request.status for request in records.requests] == ["failed", "cancelled", "done", "done"]
+    assert "de_buffer_gb" in (records.requests[0].error or "")
+    assert broken(run, load, records) == []
+
+
+@pytest.mark.parametrize("path", ["pe", "de", "auto"])
+def test_one_request_of_buffer_is_enough_for_all(path: str) -> None:
+    """With room for a single request's KV in each buffer, many requests still complete, in turn."""
+    load = Workload(tuple(conversation(f"t{at}", (700, 65), (64, 3)) for at in range(5)))
+    run = config(path=path, agents=5, engine={"de_buffer_gb": 0.037, "pe_buffer_gb": 0.037})
+    records = simulate(run, load)
+    assert {request.status for request in records.requests} == {"done"}
+    assert broken(run, load, records) == []
+
+
+def test_recorded_decisions_are_repeated() -> None:
+    """A replayed run takes the same engines, paths and batches whatever its own policy would say."""
+    first = simulate(config(agents=3), _mixed())
+    again = simulate(config(agents=3, seed=9, path="pe"), _mixed(), _decisions(first))
+    key = [(r.id, r.path, r.pe, r.de, r.hit_tokens) for r in first.requests]
+    assert [(r.id, r.path, r.pe, r.de, r.hit_tokens) for r in again.requests] == key
+    assert [b.requests for b in _decisions(again).batches] == [b.requests for b in _decisions(first).batches]
+
+
+def test_decisions_of_another_workload_are_refused() -> None:
+    """A request without a recorded decision ends the run before it starts, with the option's name."""
+    first = simulate(config(agents=1), Workload((conversation("other", (10, 1)),)))
+    with pytest.raises(ConfigError, match="--decisions: no decision for request long:0"):
+        simulate(config(agents=3), _mixed(), _decisions(first))
+
+
+def test_decisions_of_a_larger_topology_are_refused() -> None:
+    """An engine that does not exist here is named."""
+    recorded = _decisions(simulate(config(agents=3, gpus=4), _mixed()))
+    assert any(d.pe not in {"pe0/0", "pe0/1"} for d in recorded.requests)
+    with pytest.raises(ConfigError, match="not in this topology"):
+        simulate(config(agents=3), _mixed(), recorded)
+
+
+def test_decisions_that_no_longer_hold_end_the_run() -> None:
+    """Recorded hits that the store does not have (here: not warmed) end the run with the reason."""
+    recorded = _decisions(simulate(config(agents=3, warm=True), _mixed()))
+    with pytest.raises(EmulatorError, match="--warm"):
+        simulate(config(agents=3), _mixed(), recorded)
+
+
+def test_progress_counts_to_the_total() -> None:
+    """Progress ends at the number of requests, refused and cancelled ones included."""
+    seen: list[tuple[int, int]] = []
+    simulate(config(agents=3), _mixed(), on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(count, 9) for count in range(1, 10)]
+
+
+def test_the_toy_proves_the_same() -> None:
+    """Real attention over the bytes that crossed: the toy's tokens equal the reference's."""
+    pytest.importorskip("torch")
+    load = Workload((conversation("a", (300, 20), (70, 66)), conversation("b", (40, 4), (9, 1))))
+    run = config(agents=2, model=ModelConfig(name="toy", backend="toy"))
+    records = simulate(run, load)
+    assert broken(run, load, records) == []
+    assert len(expected_tokens(run, load)) == 4
+
+
+def test_open_loop_turns_arrive_on_time() -> None:
+    """A turn with an arrival of its own does not arrive before it, even when its predecessor is long done."""
+    base = conversation("t", (50, 2), (20, 2))
+    late = msgspec.structs.replace(base.turns[1], arrival_s=30.0)
+    load = Workload((Trajectory("t", (base.turns[0], late), base.streams),))
+    records = simulate(config(aps=1.0), load)
+    assert records.requests[1].arrived_s == 30.0
+
+
+def test_a_context_beyond_the_backend_is_refused_before_the_start() -> None:
+    """The toy's limit is said with the request's name and the option that mends it."""
+    pytest.importorskip("torch")
+    load = Workload((conversation("a", (5000, 1)),))
+    with pytest.raises(ConfigError, match="--max-len"):
+        simulate(config(agents=1, model=ModelConfig(name="toy", backend="toy")), load)
