@@ -5,9 +5,9 @@ Synchronous and batched: a cached read of a few blocks costs less than handing i
 How files keep blocks. Payload lies in append-only segment files, block after block, nothing between them, so
 that blocks appended together are read back with one ``preadv`` into the caller's memory. Block *n* of the
 store is *slot* n: segment n // slots, byte (n % slots) x block_bytes. The index, an SQLite database, has one
-row a block: slot, id, checksum (XXH3 of the payload). A batch is committed in this order: payload written,
-rows inserted in one transaction, and only then visible; a batch that fails or is cut off by a kill leaves
-bytes behind the last indexed slot, which the next append overwrites and the next open cuts off.
+row a run of slots, as a rule a batch: first slot, ids, checksums (XXH3 of each block's payload). A batch is
+committed in this order: payload written, row inserted, and only then visible; a batch that fails or is cut off
+by a kill leaves bytes behind the last indexed slot, which the next append overwrites and the next open cuts off.
 
 Durability. What ``append`` acknowledged survives the death of the process at any instant. It survives the
 death of the *machine* only with ``durable=True``, which waits for the disk in every append; without it, blocks
@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -37,12 +37,12 @@ import numpy.typing as npt
 from xxhash import xxh3_64_digest
 
 from .errors import StoreError
-from .kvcache import BlockId, key_of
+from .kvcache import ID_BYTES, BlockId, key_of
 
 __all__ = ["Appended", "BlockStore", "FileStore", "MemoryStore", "open_store", "split_blocks"]
 
-Payload = bytes | memoryview
-_Row = tuple[int, BlockId, bytes]
+Blocks = Sequence[tuple[BlockId, memoryview]]
+_Run = tuple[int, bytes, bytes]
 
 SEGMENT_BYTES = 64 << 20
 _CHECKSUM_BYTES = 8
@@ -84,29 +84,39 @@ class BlockStore(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
-    def append(self, blocks: Sequence[tuple[BlockId, Payload]]) -> Appended:
+    def append(self, blocks: Blocks) -> Appended:
         """Commit a batch: all its new blocks become visible together, or none does.
 
         A block that is there already is left as it is; one whose key is taken by another check is refused.
         Raises StoreError (definite: nothing was stored) when the bytes or the index cannot be kept.
         """
         self._check_open()
-        fresh: dict[BlockId, Payload] = {}
-        taken: dict[bytes, BlockId] = {}
-        collided = []
         for block, payload in blocks:
-            size = len(payload) if isinstance(payload, bytes) else payload.nbytes
-            if size != self.block_bytes:
-                raise ValueError(f"block {_name(block)} has {size} bytes: expected {self.block_bytes}")
-            key = key_of(block)
-            if key not in self._keys and taken.setdefault(key, block) == block:
-                fresh.setdefault(block, payload)
-            elif block not in fresh and block not in self:
-                collided.append(block)
+            if payload.nbytes != self.block_bytes:
+                raise ValueError(f"block {_name(block)} has {payload.nbytes} bytes: expected {self.block_bytes}")
+        keys = {key_of(block) for block, _ in blocks}
+        collided: tuple[BlockId, ...] = ()
+        fresh = blocks
+        if len(keys) < len(blocks) or not keys.isdisjoint(self._keys):
+            fresh, collided = self._sift(blocks)
+            keys = {key_of(block) for block, _ in fresh}
         if fresh:
             self._keep(fresh)
-            self._keys.update(taken)
-        return Appended(len(fresh), len(blocks) - len(fresh) - len(collided), tuple(collided))
+            self._keys |= keys
+        return Appended(len(fresh), len(blocks) - len(fresh) - len(collided), collided)
+
+    def _sift(self, blocks: Blocks) -> tuple[Blocks, tuple[BlockId, ...]]:
+        """The blocks of a batch that are new, each once, and those whose key is another's."""
+        fresh: dict[bytes, tuple[BlockId, memoryview]] = {}
+        collided = []
+        for block, payload in blocks:
+            key = key_of(block)
+            if key in self._keys:
+                if block not in self:
+                    collided.append(block)
+            elif fresh.setdefault(key, (block, payload))[0] != block:
+                collided.append(block)
+        return list(fresh.values()), tuple(collided)
 
     @abstractmethod
     def read(self, ids: Sequence[BlockId], out: Sequence[memoryview]) -> None:
@@ -144,7 +154,7 @@ class BlockStore(ABC):
         self.close()
 
     @abstractmethod
-    def _keep(self, fresh: Mapping[BlockId, Payload]) -> None:
+    def _keep(self, fresh: Blocks) -> None:
         """Commit blocks that are new, all or none."""
 
     @abstractmethod
@@ -158,10 +168,8 @@ class BlockStore(ABC):
         self._check_open()
         if len(ids) != len(out):
             raise ValueError(f"{len(ids)} blocks to read into {len(out)} buffers")
-        size = self.block_bytes
-        for view in out:
-            if view.nbytes != size:
-                raise ValueError(f"a buffer of {view.nbytes} bytes for a block of {size}")
+        if any(size != self.block_bytes for size in map(len, out)):
+            raise ValueError(f"buffers of {sorted(set(map(len, out)))} bytes for blocks of {self.block_bytes}")
 
 
 class MemoryStore(BlockStore):
@@ -185,8 +193,8 @@ class MemoryStore(BlockStore):
                 raise StoreError(f"block {_name(block)} is not in the store ({len(self)} blocks in memory)")
             view[:] = payload
 
-    def _keep(self, fresh: Mapping[BlockId, Payload]) -> None:
-        self._blocks.update((block, bytes(payload)) for block, payload in fresh.items())
+    def _keep(self, fresh: Blocks) -> None:
+        self._blocks.update((block, bytes(payload)) for block, payload in fresh)
 
     def _forget(self, keep: set[BlockId]) -> int:
         before = len(self._blocks)
@@ -220,7 +228,7 @@ class _Segments:
             yield begin, count
             begin += count
 
-    def write(self, slot: int, payloads: Sequence[Payload], *, durable: bool) -> None:
+    def write(self, slot: int, payloads: Sequence[memoryview], *, durable: bool) -> None:
         """Write ``payloads`` to the slots from ``slot`` on. Raises OSError; what was written is then undefined."""
         for begin, count in self.runs(list(range(slot, slot + len(payloads)))):
             segment, at = divmod(slot + begin, self.slots)
@@ -278,12 +286,12 @@ class _Segments:
         if file is not None:
             os.close(file)
 
-    def _pwrite(self, file: int, payloads: Sequence[Payload], offset: int) -> None:
+    def _pwrite(self, file: int, payloads: Sequence[memoryview], offset: int) -> None:
         wanted = len(payloads) * self.block_bytes
         done = os.pwritev(file, payloads, offset)
         while done < wanted:
             block, skip = divmod(done, self.block_bytes)
-            rest = [memoryview(payloads[block])[skip:], *payloads[block + 1 :]]
+            rest = [payloads[block][skip:], *payloads[block + 1 :]]
             done += os.pwritev(file, rest, offset + done)
 
 
@@ -340,13 +348,14 @@ class FileStore(BlockStore):
         self._segments.close()
         self._index.close()
 
-    def _keep(self, fresh: Mapping[BlockId, Payload]) -> None:
-        ids, payloads = list(fresh), list(fresh.values())
-        end = self._end
-        checksums = list(map(xxh3_64_digest, payloads))
+    def _keep(self, fresh: Blocks) -> None:
+        ids = [block for block, _ in fresh]
+        payloads = [payload for _, payload in fresh]
+        checksums = b"".join(map(xxh3_64_digest, payloads))
+        first = self._end
         try:
-            self._segments.write(end, payloads, durable=self.durable)
-            self._index.insert(zip(range(end, end + len(ids)), ids, checksums, strict=True))
+            self._segments.write(first, payloads, durable=self.durable)
+            self._index.insert((first, b"".join(ids), checksums))
         except (OSError, sqlite3.Error) as error:
             # Room for what comes next; bytes that stay behind the last slot do no harm.
             with suppress(OSError):
@@ -355,24 +364,31 @@ class FileStore(BlockStore):
                 f"{self.directory}: {len(ids)} blocks of {self.block_bytes} bytes not stored: {error}",
                 definite=True,
             ) from error
-        self._slots.update(zip(ids, range(end, end + len(ids)), strict=True))
-        self._checksums += b"".join(checksums)
+        self._slots.update(zip(ids, range(first, first + len(ids)), strict=True))
+        self._checksums += checksums
 
     def _forget(self, keep: set[BlockId]) -> int:
-        gone = [block for block in self._slots if block not in keep]
+        kept = {block: slot for block, slot in self._slots.items() if block in keep}
         try:
-            self._index.delete([self._slots[block] for block in gone])
+            self._index.replace(self._runs(kept))
         except sqlite3.Error as error:
             raise StoreError(f"{self.directory}: blocks not forgotten: {error}", definite=True) from error
-        for block in gone:
-            del self._slots[block]
-        end = max(self._slots.values(), default=-1) + 1
-        del self._checksums[end * _CHECKSUM_BYTES :]
+        gone = len(self._slots) - len(kept)
+        self._slots = kept
+        del self._checksums[(max(kept.values(), default=-1) + 1) * _CHECKSUM_BYTES :]
         try:
             self._cut()
         except OSError as error:
             raise StoreError(f"{self.directory}: space of forgotten blocks not given back: {error}") from error
-        return len(gone)
+        return gone
+
+    def _runs(self, slots: Mapping[BlockId, int]) -> Iterator[_Run]:
+        """The index rows of ``slots``."""
+        ordered = sorted((slot, block) for block, slot in slots.items())
+        for begin, count in self._segments.runs([slot for slot, _ in ordered]):
+            run = ordered[begin : begin + count]
+            checksums = self._checksums[run[0][0] * _CHECKSUM_BYTES : (run[-1][0] + 1) * _CHECKSUM_BYTES]
+            yield run[0][0], b"".join(block for _, block in run), bytes(checksums)
 
     @property
     def _end(self) -> int:
@@ -382,22 +398,25 @@ class FileStore(BlockStore):
     def _load(self) -> tuple[BlockId, ...]:
         """Fill the memory of the index; what the files do not have is dropped from it and returned."""
         present = self._segments.blocks_in_files()
-        rows: list[_Row] = []
-        lost: list[_Row] = []
-        for row in self._index.rows():
-            segment, at = divmod(row[0], self._segments.slots)
-            (rows if at < present.get(segment, 0) else lost).append(row)
-        if lost:
-            self._index.delete([slot for slot, _, _ in lost])
-        self._checksums = bytearray((rows[-1][0] + 1) * _CHECKSUM_BYTES if rows else 0)
-        for slot, block, checksum in rows:
-            self._slots[block] = slot
-            self._checksums[slot * _CHECKSUM_BYTES : (slot + 1) * _CHECKSUM_BYTES] = checksum
+        rows, lost = 0, []
+        for first, ids, checksums in self._index.runs():
+            self._checksums += bytes(first * _CHECKSUM_BYTES - len(self._checksums)) + checksums
+            for i in range(len(ids) // ID_BYTES):
+                rows += 1
+                block = BlockId(ids[i * ID_BYTES : (i + 1) * ID_BYTES])
+                segment, at = divmod(first + i, self._segments.slots)
+                if at < present.get(segment, 0):
+                    self._slots[block] = first + i
+                else:
+                    lost.append(block)
         self._keys = {key_of(block) for block in self._slots}
-        if len(self._keys) != len(rows):
-            raise StoreError(f"{self._index.path}: {len(rows)} rows for {len(self._keys)} keys: not our index")
+        if len(self._keys) + len(lost) != rows:
+            raise StoreError(f"{self._index.path}: {rows} blocks of {len(self._keys)} keys: not our index")
+        if lost:
+            self._index.replace(self._runs(self._slots))
+            del self._checksums[(max(self._slots.values(), default=-1) + 1) * _CHECKSUM_BYTES :]
         self._cut()
-        return tuple(block for _, block, _ in lost)
+        return tuple(lost)
 
     def _cut(self) -> None:
         self._segments.cut(self._end, {slot // self._segments.slots for slot in self._slots.values()})
@@ -408,12 +427,13 @@ class FileStore(BlockStore):
 
 
 class _Index:
-    """slot -> (id, checksum) in SQLite, in write-ahead mode and locked for this process alone."""
+    """Runs of slots with their ids and checksums, in SQLite: write-ahead mode, locked for this process alone.
+
+    A row a run, in slot order, so that a batch dirties one page or two, as many blocks as it may have.
+    """
 
     def __init__(self, path: Path, durable: bool) -> None:
         self.path = path
-        # Rows come in slot order, so that a batch dirties a page or two; a unique index over ids, which are
-        # random, would dirty one per block. The in-memory dict keeps ids unique instead.
         self._db = sqlite3.connect(path, timeout=0, isolation_level=None)
         try:
             self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -430,8 +450,8 @@ class _Index:
                 "CREATE TABLE IF NOT EXISTS store (format INTEGER, block_bytes INTEGER, segment_slots INTEGER)"
             )
             self._db.execute(
-                "CREATE TABLE IF NOT EXISTS block "
-                "(slot INTEGER PRIMARY KEY, id BLOB NOT NULL, checksum BLOB NOT NULL)"
+                "CREATE TABLE IF NOT EXISTS run "
+                "(slot INTEGER PRIMARY KEY, ids BLOB NOT NULL, checksums BLOB NOT NULL)"
             )
             row = self._db.execute("SELECT format, block_bytes, segment_slots FROM store").fetchone()
             if row is None:
@@ -444,17 +464,19 @@ class _Index:
             )
         return int(row[2])
 
-    def rows(self) -> Iterator[_Row]:
+    def runs(self) -> Iterator[_Run]:
         """All rows in slot order."""
-        yield from self._db.execute("SELECT slot, id, checksum FROM block ORDER BY slot")
+        yield from self._db.execute("SELECT slot, ids, checksums FROM run ORDER BY slot")
 
-    def insert(self, rows: Iterator[_Row]) -> None:
-        with self._transaction():
-            self._db.executemany("INSERT INTO block VALUES (?, ?, ?)", rows)
+    def insert(self, run: _Run) -> None:
+        """Add a row; one statement is a transaction."""
+        self._db.execute("INSERT INTO run VALUES (?, ?, ?)", run)
 
-    def delete(self, slots: Sequence[int]) -> None:
+    def replace(self, runs: Iterable[_Run]) -> None:
+        """Let ``runs`` be all the rows, in one transaction."""
         with self._transaction():
-            self._db.executemany("DELETE FROM block WHERE slot = ?", ((slot,) for slot in slots))
+            self._db.execute("DELETE FROM run")
+            self._db.executemany("INSERT INTO run VALUES (?, ?, ?)", runs)
 
     def close(self) -> None:
         self._db.close()
