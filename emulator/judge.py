@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -31,7 +31,7 @@ ACK_BYTES = 66
 class KernelLane(msgspec.Struct, frozen=True):
     """What one shaping class counted over the run: bytes with all headers, and packets dropped."""
 
-    lane: int
+    lane: str
     wire_bytes: int
     drops: int
 
@@ -47,6 +47,51 @@ class KernelPort(msgspec.Struct, frozen=True):
     direction: Literal["read", "write"]
     lanes: tuple[KernelLane, ...]
     direct_packets: int
+
+
+class LaneCount(Protocol):
+    """A class's running counters, as ``topology`` reads them off the kernel."""
+
+    @property
+    def lane(self) -> str: ...
+    @property
+    def sent_bytes(self) -> int: ...
+    @property
+    def drops(self) -> int: ...
+
+
+class PortCount(Protocol):
+    """A port direction's running counters, as ``topology`` reads them off the kernel."""
+
+    @property
+    def node(self) -> str: ...
+    @property
+    def nic(self) -> str: ...
+    @property
+    def direction(self) -> Literal["read", "write"]: ...
+    @property
+    def lanes(self) -> Sequence[LaneCount]: ...
+    @property
+    def direct_packets(self) -> int: ...
+
+
+def kernel_ports(before: Sequence[PortCount], after: Sequence[PortCount]) -> tuple[KernelPort, ...]:
+    """What the kernel counted between two readings of the same ports; ValueError where they are not the same."""
+    start = {(p.node, p.nic, p.direction): p for p in before}
+    ports = []
+    for end in after:
+        begin = start.pop((end.node, end.nic, end.direction), None)
+        if begin is None:
+            raise ValueError(f"{end.node} {end.nic} {end.direction}: counted at the end of the run only")
+        lanes = tuple(
+            KernelLane(b.lane, b.sent_bytes - a.sent_bytes, b.drops - a.drops)
+            for a, b in zip(begin.lanes, end.lanes, strict=True)
+        )
+        direct = end.direct_packets - begin.direct_packets
+        ports.append(KernelPort(end.node, end.nic, end.direction, lanes, direct))
+    for node, nic, direction in start:
+        raise ValueError(f"{node} {nic} {direction}: counted at the start of the run only")
+    return tuple(ports)
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,10 +166,16 @@ def judge(
     kernel: Sequence[KernelPort] | None,
     *,
     cores: int,
+    network_faults: Sequence[str] = (),
     limits: Limits = Limits(),  # noqa: B008 (frozen)
 ) -> Verdict:
-    """Judge a run on real sockets. ``kernel`` None: nobody read the kernel's counters, which is a reason too."""
+    """Judge a run on real sockets.
+
+    ``kernel`` None: nobody read the kernel's counters, which is a reason too. ``network_faults``: how the
+    network differed from what was asked for when it was read back at the end.
+    """
     faults = [
+        *(_Fault(f"network: {fault}") for fault in network_faults),
         *_lateness(setup, records, limits),
         *_cpu(records, cores, limits),
         *_resent(records, limits),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulator.judge import KernelLane, KernelPort, Verdict, judge, judge_virtual, read_rates
+from emulator.judge import KernelLane, KernelPort, Verdict, judge, judge_virtual, kernel_ports, read_rates
 from emulator.records import HostSample
 from emulator.verify import Evidence
 
@@ -26,7 +26,7 @@ def kernel_of(made: Evidence) -> tuple[KernelPort, ...]:
             sent = payload.get((port.node, port.nic, direction), 0)  # type: ignore[arg-type]
             back = payload.get((port.node, port.nic, other), 0)  # type: ignore[arg-type]
             wire = sent * 1514 // 1448 + back // 2896 * 66 + 2000
-            rows.append(KernelPort(port.node, port.nic, direction, (KernelLane(2, wire, 0),), 0))  # type: ignore[arg-type]
+            rows.append(KernelPort(port.node, port.nic, direction, (KernelLane("kv", wire, 0),), 0))  # type: ignore[arg-type]
     return tuple(rows)
 
 
@@ -171,10 +171,10 @@ def kernel_with(made: Evidence, **changes: Any) -> tuple[KernelPort, ...]:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"lanes": (KernelLane(2, 30_000, 3),)}, "pe0 cnic0 read: 3 packets dropped on lane 2"),
+        ({"lanes": (KernelLane("kv", 30_000, 3),)}, "pe0 cnic0 read: 3 packets dropped on lane kv"),
         ({"direct_packets": 2}, "pe0 cnic0 read: 2 packets passed unshaped"),
-        ({"lanes": (KernelLane(2, 100, 0),)}, "the kernel carried 100 B"),
-        ({"lanes": (KernelLane(2, 3_000_000, 0),)}, "the kernel carried 3000000 B"),
+        ({"lanes": (KernelLane("kv", 100, 0),)}, "the kernel carried 100 B"),
+        ({"lanes": (KernelLane("kv", 3_000_000, 0),)}, "the kernel carried 3000000 B"),
         ({"nic": "cnic7"}, "pe0 cnic0 read: no counters from the kernel"),
     ],
 )
@@ -199,3 +199,40 @@ def test_one_second_of_lateness_is_not_excused_by_idle_nodes() -> None:
     """Every node is judged by itself: one late node among idle ones is enough."""
     late = HostSample((30.0, 40.0, 50.0), 1.0, 400.0, 0)
     assert not verdict(replace_node(evidence(), "st0", host=late)).valid
+
+
+class Lane(msgspec.Struct):
+    lane: str
+    sent_bytes: int
+    drops: int
+
+
+class Reading(msgspec.Struct):
+    node: str
+    nic: str
+    direction: Literal["read", "write"]
+    lanes: tuple[Lane, ...]
+    direct_packets: int
+
+
+def test_a_run_owns_what_the_kernel_counted_meanwhile() -> None:
+    """Counters run on from one run to the next; a run's own are the end less the start."""
+    before = Reading("pe0", "snic0", "write", (Lane("high", 5, 0), Lane("kv", 100, 2)), 1)
+    after = Reading("pe0", "snic0", "write", (Lane("high", 5, 0), Lane("kv", 400, 3)), 1)
+    lanes = (KernelLane("high", 0, 0), KernelLane("kv", 300, 1))
+    assert kernel_ports([before], [after]) == (KernelPort("pe0", "snic0", "write", lanes, 0),)
+
+
+@pytest.mark.parametrize("which", ["start", "end"])
+def test_a_port_read_once_has_no_count(which: str) -> None:
+    """A port missing from one of the two readings is a fault, not a count of zero."""
+    reading = [Reading("pe0", "snic0", "write", (), 0)]
+    with pytest.raises(ValueError, match=f"{which} of the run only"):
+        kernel_ports(reading if which == "start" else [], reading if which == "end" else [])
+
+
+def test_a_network_that_changed_is_invalid() -> None:
+    """A link that was no longer as asked for at the end voids the run."""
+    made = evidence()
+    result = judge(made.setup, made.records, kernel_of(made), cores=2, network_faults=("pe0 snic0: rate 1",))
+    assert result.reasons == ("network: pe0 snic0: rate 1",)
