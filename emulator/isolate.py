@@ -1,15 +1,13 @@
-"""Kernel isolation of a cluster's processes: user, PID and network namespaces, privileges, parent death.
+"""Kernel isolation of a cluster's processes: user and PID namespaces, life bound to life, privileges.
 
-Standard library only, because a node runs this before it has lost its privileges and the PID namespace's
-init runs this very file as a script (``python -I -S isolate.py``), where nothing else can be imported.
+Standard library only (and ``topology.namespaces``, which is too), because a node runs this before it has lost
+its privileges.
 
 Theory of operation. The supervisor calls ``enter_user_namespace`` (only when it is not root) and then
-``open_pid_namespace``, whose init is its first child. The kernel kills all processes of a PID namespace when
-its init ends, stopped ones too, and the init ends with the supervisor: at once by PR_SET_PDEATHSIG, and by end
-of file on its standard input, which also covers a supervisor that died before the signal was asked for.
-
-All of it must happen on the main thread of a process with one thread: after ``open_pid_namespace`` the kernel
-refuses new threads (EINVAL), because a thread cannot live in another PID namespace than its process.
+``open_pid_namespace``, whose init is its first child. Every later child is born into that namespace and dies
+with the init, which dies with the supervisor (``emulator.pidinit`` says how). All of it happens on the main
+thread of a process with one thread: from then on the kernel refuses new threads (EINVAL), because a thread
+cannot live in another PID namespace than its process.
 """
 
 from __future__ import annotations
@@ -17,10 +15,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
+
+from topology.namespaces import CLONE_NEWNET, CLONE_NEWPID, CLONE_NEWUSER, unshare
+
+from . import pidinit
 
 __all__ = [
     "IsolationError",
@@ -29,13 +31,8 @@ __all__ = [
     "enter_user_namespace",
     "invoking_user",
     "open_pid_namespace",
-    "unshare_network",
 ]
 
-_CLONE_NEWUSER = 0x10000000
-_CLONE_NEWPID = 0x20000000
-_CLONE_NEWNET = 0x40000000
-_PR_SET_PDEATHSIG = 1
 _PR_CAPBSET_READ = 23
 _PR_CAPBSET_DROP = 24
 _PR_SET_NO_NEW_PRIVS = 38
@@ -48,13 +45,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class IsolationError(OSError):
-    """The kernel refused an act of isolation; ``strerror`` is one line that says what it means."""
-
-
-def _check(result: int, what: str) -> None:
-    if result < 0:
-        code = ctypes.get_errno()
-        raise IsolationError(code, f"{what}: {os.strerror(code)}")
+    """The kernel refused an act of isolation; ``strerror`` is one line that says which and what to do."""
 
 
 def _prctl(option: int, *args: int) -> int:
@@ -62,30 +53,37 @@ def _prctl(option: int, *args: int) -> int:
     return int(_libc.prctl(option, *(ctypes.c_ulong(a) for a in padded)))
 
 
+def _refused(what: str) -> IsolationError:
+    code = ctypes.get_errno()
+    return IsolationError(code, f"{what}: {os.strerror(code)}")
+
+
 def _unshare(flags: int, what: str) -> None:
-    result = _libc.unshare(flags)
-    if result < 0 and ctypes.get_errno() in (errno.EPERM, errno.ENOSPC, errno.EUSERS):
-        code = ctypes.get_errno()
-        raise IsolationError(code, f"no new {what} namespace: {os.strerror(code)}; see `emulate doctor`")
-    _check(result, f"no new {what} namespace")
-
-
-def unshare_network() -> None:
-    """Move this process into a new, anonymous network namespace that lives as long as somebody holds it."""
-    _unshare(_CLONE_NEWNET, "network")
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise IsolationError(errno.EINVAL, f"no new {what} namespace for a process that has threads")
+    try:
+        unshare(flags)
+    except OSError as error:
+        text = f"no new {what} namespace: {os.strerror(error.errno or 0)}; `emulate doctor` says what to change"
+        raise IsolationError(error.errno, text) from None
 
 
 def enter_user_namespace() -> None:
-    """Become root of a new user namespace in which the one known user is the caller."""
+    """Become root of a new user namespace whose one known user is the caller, and of a new network namespace.
+
+    The network namespace comes along because the caller's old one belongs to the outer user namespace: the
+    kernel would let nobody return to it from another (``topology.namespaces.inside``).
+    """
     uid, gid = os.geteuid(), os.getegid()
-    _unshare(_CLONE_NEWUSER, "user")
+    _unshare(CLONE_NEWUSER, "user")
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+        path = Path("/proc/self") / name
         try:
-            with open(f"/proc/self/{name}", "w") as file:
-                file.write(text)
+            path.write_text(text)
         except OSError as error:
-            what = f"no user mapping (/proc/self/{name}): {error.strerror}; see `emulate doctor`"
+            what = f"{path}: no user mapping: {error.strerror}; `emulate doctor` says what to change"
             raise IsolationError(error.errno, what) from None
+    _unshare(CLONE_NEWNET, "network")
 
 
 class PidNamespace:
@@ -99,30 +97,36 @@ class PidNamespace:
         """The init's pid as the caller's own PID namespace sees it."""
         return self._init.pid
 
-    def close(self) -> None:
-        """End every process of the namespace and return when all are gone. Idempotent."""
+    def kill(self) -> None:
+        """End every process of the namespace. Idempotent."""
         assert self._init.stdin is not None
         self._init.stdin.close()
         self._init.kill()
-        self._init.wait()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when all are gone, after ``kill``; subprocess.TimeoutExpired.
+
+        The kernel lets an init go only when every process of its namespace is reaped: the caller reaps its
+        own children in it first.
+        """
+        self._init.wait(timeout_s)
 
 
 def open_pid_namespace() -> PidNamespace:
     """Unshare the PID namespace of the children to come and start its init, bound to this process's life."""
-    _unshare(_CLONE_NEWPID, "PID")
+    _unshare(CLONE_NEWPID, "PID")
     init = subprocess.Popen(
-        [sys.executable, "-I", "-S", __file__],
+        [sys.executable, "-I", "-S", pidinit.__file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
         start_new_session=True,
         env={},
         cwd="/",
     )
     assert init.stdout is not None
     with init.stdout as ready:
-        if ready.read(1) != b"+":
-            raise IsolationError(errno.ECHILD, f"the PID namespace's init ended with {init.wait()}")
+        if ready.read(1) != pidinit.READY:
+            raise IsolationError(errno.ECHILD, f"the PID namespace's init ended with code {init.wait()}")
     return PidNamespace(init)
 
 
@@ -141,11 +145,12 @@ def invoking_user(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 def drop_privileges(user: tuple[int, int] | None) -> None:
     """Irrevocably become ``user`` (None: stay who we are), with no capability and no way to gain one."""
+    # EINVAL: a kernel before 4.3 has no ambient set to clear.
     if _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL) < 0 and ctypes.get_errno() != errno.EINVAL:
-        _check(-1, "ambient capabilities")
+        raise _refused("clearing the ambient capabilities")
     for capability in range(_CAPABILITIES):
-        if _prctl(_PR_CAPBSET_READ, capability) == 1:
-            _check(_prctl(_PR_CAPBSET_DROP, capability), f"dropping capability {capability}")
+        if _prctl(_PR_CAPBSET_READ, capability) == 1 and _prctl(_PR_CAPBSET_DROP, capability) < 0:
+            raise _refused(f"dropping capability {capability}")
     if user is not None:
         uid, gid = user
         os.setgroups([])
@@ -153,19 +158,7 @@ def drop_privileges(user: tuple[int, int] | None) -> None:
         os.setresuid(uid, uid, uid)
     header = (ctypes.c_uint32 * 2)(_LINUX_CAPABILITY_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)()
-    _check(_libc.capset(header, nothing), "dropping capabilities")
-    _check(_prctl(_PR_SET_NO_NEW_PRIVS, 1), "no_new_privs")
-
-
-def _be_init() -> None:
-    """The init of a PID namespace: say ``+`` once bound to the parent's life, then live as long as it does."""
-    _check(_prctl(_PR_SET_PDEATHSIG, signal.SIGKILL), "parent death signal")
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    os.write(1, b"+")
-    os.close(1)
-    while os.read(0, 1):
-        pass
-
-
-if __name__ == "__main__":
-    _be_init()
+    if _libc.capset(header, nothing) < 0:
+        raise _refused("dropping the capabilities")
+    if _prctl(_PR_SET_NO_NEW_PRIVS, 1) < 0:
+        raise _refused("no_new_privs")

@@ -1,0 +1,61 @@
+"""From a cluster description to what its parts are given: members for roles, addresses and rates for the network.
+
+Pure. The only place besides the supervisor where ``topology``'s values meet ``emulator``'s.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from topology.spec import AddressPlan, ClusterSpec
+
+from .config import EngineConfig, Member, ModelConfig, ReplayConfig, RunConfig, ScaleConfig
+from .deployment import Deployment
+
+__all__ = ["cluster_spec", "emulated_rates", "members_of", "run_config"]
+
+
+def members_of(spec: ClusterSpec) -> tuple[Member, ...]:
+    """The cluster's nodes as roles know them."""
+    return tuple(Member(node.name, node.role, len(node.engines)) for node in spec.nodes)
+
+
+def run_config(
+    spec: ClusterSpec,
+    engine: EngineConfig,
+    model: ModelConfig,
+    scale: ScaleConfig,
+    replay: ReplayConfig | None = None,
+) -> RunConfig:
+    """The configuration of a run on ``spec``.
+
+    Raises ConfigError for a model, scale or cost table that cannot be, TopologyError for a cluster that the
+    address plan has no room for: before anything is started.
+    """
+    AddressPlan(spec)
+    run = RunConfig(
+        topology=msgspec.to_builtins(spec),
+        members=members_of(spec),
+        engine=engine,
+        model=model,
+        scale=scale,
+        replay=replay or ReplayConfig(),
+    )
+    deployment = Deployment(run)
+    # Reads the model's cost table, which is the user's file.
+    assert deployment.costs
+    return run
+
+
+def cluster_spec(run: RunConfig) -> ClusterSpec:
+    """The cluster description inside a run's configuration."""
+    return msgspec.convert(run.topology, ClusterSpec)
+
+
+def emulated_rates(run: RunConfig) -> dict[tuple[str, str], float]:
+    """(node, NIC) -> payload bytes per wall second, each direction: what the kernel is to give every port."""
+    scale = Deployment(run).scale
+    return {
+        (port.node, port.nic.name): scale.emulated_rate(port.nic.rate_bytes_s)
+        for port in cluster_spec(run).ports()
+    }

@@ -1,0 +1,575 @@
+"""A cluster's supervisor: ``python -m emulator.supervisor``, the parent and the life of all its processes.
+
+Its standard input is its lifeline: the first line says what to bring up (``control.UpRequest``), a line
+``detach`` says that it may outlive whoever started it, and the end of file before that means to take all
+down. It reports on standard output (``control.Reply``) until it is detached. Afterwards its control socket
+is the only door.
+
+Theory of operation. Everything that must come from a process with one thread comes before trio: the claim on
+the name, the namespaces, the node processes, the links. Whatever ends this process, the PID namespace's init
+ends all of them. A node that dies ends the cluster, because its network namespace died with it; a role that
+fails ends only the run.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Literal, NoReturn
+
+import msgspec
+import structlog
+import trio
+
+from topology.errors import TopologyError
+from topology.namespaces import netns_fd_of_pid
+from topology.netns import realise
+from topology.spec import AddressPlan
+
+from . import control, isolate
+from .errors import EmulatorError, PeerLost, ProtocolViolation
+from .logs import configure_logs
+from .node import IN_NETNS
+from .plan import cluster_spec, emulated_rates
+from .records import NodeRecord, RunRecords
+from .state import Claim, ClusterDir, ClusterState, ProcessId, boot_id
+from .station import fault_of
+
+__all__ = ["DETACH", "main"]
+
+DETACH = b"detach\n"
+
+_CLAIM_S = 3.0
+"""How long a name that is just going away, or just coming up, is waited for."""
+_NETNS_S = 20.0
+_READY_S = 120.0
+"""Nine nodes that all import torch on two cores were measured at 24 s."""
+_CLOSE_S = 10.0
+_EXIT_S = 0.5
+_CLAIM_POLL_S = 0.02
+_EVENTS = 64
+_LAST_WORDS_BYTES = 4096
+
+log = structlog.get_logger()
+
+
+class _Stop(BaseException):
+    """Take all down, in good order: a signal, or the end of the lifeline."""
+
+
+def main() -> None:
+    """Bring one cluster up, keep it, take it down. Exit code 0 if it was asked to end."""
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    supervisor: _Supervisor | None = None
+    try:
+        with ExitStack() as stack:
+            request = msgspec.json.decode(_first_line(), type=control.UpRequest)
+            supervisor = _Supervisor(request, stack)
+            supervisor.prepare()
+            trio.run(supervisor.serve)
+    except _Stop:
+        return
+    except (EmulatorError, TopologyError, isolate.IsolationError) as error:
+        _report(control.Failed.of(_as_error(error)))
+        raise SystemExit(1) from None
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise _Stop
+
+
+def _as_error(error: Exception) -> EmulatorError:
+    if isinstance(error, EmulatorError):
+        return error
+    text = error.strerror if isinstance(error, OSError) else str(error)
+    return EmulatorError(text or type(error).__name__)
+
+
+def _first_line() -> bytes:
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        chunk = os.read(0, 1 << 16)
+        if not chunk:
+            raise _Stop
+        line += chunk
+    return bytes(line)
+
+
+def _report(event: control.Reply) -> None:
+    try:
+        os.write(1, control.encode(event))
+    except BrokenPipeError:
+        raise _Stop from None
+
+
+class _Node:
+    """One node's process: its orders, its events, and how it ended."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
+        self.name = name
+        self.process = process
+        self.ended: str | None = None
+        self._log_path = log_path
+        self._sender, self._events = trio.open_memory_channel[control.NodeEvent](_EVENTS)
+
+    def adopt(self) -> None:
+        """Hand the pipes to trio."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._orders = trio.lowlevel.FdStream(os.dup(self.process.stdin.fileno()))
+        self._speech = trio.lowlevel.FdStream(os.dup(self.process.stdout.fileno()))
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    async def pump(self, on_end: Callable[[_Node], None]) -> None:
+        """Pass the node's events on until it ends; then say how."""
+        try:
+            async for event in control.Lines[control.NodeEvent](self._speech, control.NodeEvent):
+                await self._sender.send(event)
+        except ProtocolViolation as error:
+            log.error("node_speaks_nonsense", node=self.name, text=error.text)
+            self.process.kill()
+        # The end of its output comes before the end of the process by no more than its exit.
+        pidfd = os.pidfd_open(self.process.pid)
+        try:
+            with trio.move_on_after(_EXIT_S):
+                await trio.lowlevel.wait_readable(pidfd)
+        finally:
+            os.close(pidfd)
+        self.ended = self.obituary(self.process.poll())
+        self._sender.close()
+        on_end(self)
+
+    def obituary(self, code: int | None) -> str:
+        """How the process ended, with the last line of its log; ``code`` as Popen gives it."""
+        if code is None:
+            how = "closed its output"
+        elif code < 0:
+            how = f"was ended by {signal.Signals(-code).name}"
+        else:
+            how = f"ended with code {code}"
+        return f"{self.name}: the process {how}{self._last_words()}"
+
+    def _last_words(self) -> str:
+        try:
+            with self._log_path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_WORDS_BYTES))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        return f": {lines[-1][:400]}" if lines else ""
+
+    async def tell(self, order: control.NodeOrder) -> None:
+        """Send an order; one task at a time. EmulatorError when the node has ended."""
+        try:
+            await self._orders.send_all(control.encode(order))
+        except trio.BrokenResourceError:
+            raise PeerLost(self.ended or f"{self.name}: the process is gone") from None
+
+    async def hear(self) -> control.NodeEvent:
+        """The node's next event. The error that it reports, or that it ended, is raised."""
+        try:
+            event = await self._events.receive()
+        except trio.EndOfChannel:
+            raise EmulatorError(self.ended or f"{self.name}: the process is gone") from None
+        if isinstance(event, control.Failed):
+            raise msgspec.structs.replace(event, text=f"{self.name}: {event.text}").error()
+        return event
+
+    async def ask(
+        self,
+        order: control.NodeOrder,
+        answer: type[msgspec.Struct],
+        on_progress: Callable[[control.Progress], None] | None = None,
+    ) -> None:
+        """Send an order and return when it is answered."""
+        await self.tell(order)
+        while not isinstance(event := await self.hear(), answer):
+            if isinstance(event, control.Progress) and on_progress is not None:
+                on_progress(event)
+            else:
+                raise ProtocolViolation(f"{self.name}: {type(event).__name__} instead of {answer.__name__}")
+
+    async def hear_only_faults(self) -> NoReturn:
+        """Nothing is expected of this node now, so whatever it says is an error."""
+        raise ProtocolViolation(f"{self.name}: {type(await self.hear()).__name__} instead of nothing")
+
+    async def leave_run(self, faults: list[Exception]) -> None:
+        """Make the node idle again; what it still has to complain about is added to ``faults``."""
+        try:
+            await self.tell(control.Close())
+            while not self.ended:
+                try:
+                    if isinstance(await self.hear(), control.Closed):
+                        return
+                except EmulatorError as error:
+                    faults.append(error)
+        except PeerLost as error:
+            faults.append(error)
+
+
+class _Supervisor:
+    """One cluster, from the claim on its name to the last process."""
+
+    def __init__(self, request: control.UpRequest, stack: ExitStack) -> None:
+        self._request = request
+        self._run = request.run
+        self._stack = stack
+        self._began_s = time.monotonic()
+        self._user = isolate.invoking_user(os.environ) if os.geteuid() == 0 else None
+        self._nodes: dict[str, _Node] = {}
+        self._runs = 0
+        self._busy = False
+        self._detached = False
+        self._broken: str | None = None
+
+    def prepare(self) -> None:
+        """All that must come before trio. Everything taken is given back by the exit stack."""
+        directory = ClusterDir(Path(self._request.root), self._request.cluster)
+        claim = self._claim = _claim(directory)
+        self._stack.callback(claim.release)
+        claim.clear()
+        for part in (directory.logs, directory.runs):
+            part.mkdir()
+        # The log is the supervisor's standard error from here on, so that a traceback ends up there too.
+        with (directory.logs / "supervisor.log").open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        configure_logs("supervisor")
+        self._listener = claim.listen()
+        self._stack.callback(self._listener.close)
+        self._keep_state("starting")
+
+        if os.geteuid() != 0:
+            isolate.enter_user_namespace()
+        self._init = isolate.open_pid_namespace()
+        self._stack.callback(self._end_nodes)
+        _report(control.Stage("starting the nodes"))
+        for member in self._run.members:
+            self._nodes[member.name] = _spawn(member.name, directory.logs, self._user)
+        for node in self._nodes.values():
+            _await_netns(node)
+        _report(control.Stage("making the network"))
+        before_s = time.monotonic()
+        with ExitStack() as opened:
+            holders = {}
+            for node in self._nodes.values():
+                holders[node.name] = netns_fd_of_pid(node.process.pid)
+                opened.callback(os.close, holders[node.name])
+            spec = cluster_spec(self._run)
+            self._network = realise(spec, AddressPlan(spec), emulated_rates(self._run), holders)
+        self._stack.callback(self._network.close)
+        self._network_s = time.monotonic() - before_s
+        log.info("network_ready", seconds=round(self._network_s, 3))
+
+    def _keep_state(self, phase: Literal["starting", "ready"]) -> None:
+        identities = {name: ProcessId.of(node.process.pid) for name, node in self._nodes.items()}
+        supervisor = ProcessId.of(os.getpid())
+        assert supervisor is not None
+        self._claim.write(
+            ClusterState(
+                cluster=self._request.cluster,
+                boot=boot_id(),
+                phase=phase,
+                topology=self._request.title,
+                supervisor=supervisor,
+                init=ProcessId.of(self._init.init_pid) if self._nodes else None,
+                nodes={name: identity for name, identity in identities.items() if identity},
+            )
+        )
+
+    def _end_nodes(self) -> None:
+        """Nothing of a node's is worth a farewell: what it acknowledged is on disk."""
+        self._init.kill()
+        for node in self._nodes.values():
+            node.process.wait()
+        try:
+            self._init.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            # A command of `emulate exec` whose own parent is stopped: dead, but not reaped.
+            log.warning("processes_not_reaped")
+
+    async def serve(self) -> None:
+        """Wait for the nodes, say so, then answer the control socket until told to end."""
+        async with trio.open_nursery() as nursery:
+            self._scope = nursery.cancel_scope
+            nursery.start_soon(self._watch_signals)
+            nursery.start_soon(self._watch_lifeline)
+            for node in self._nodes.values():
+                node.adopt()
+                nursery.start_soon(node.pump, self._on_node_end)
+            _report(control.Stage("waiting for the nodes"))
+            with trio.move_on_after(_READY_S) as patience:
+                await self._each(lambda node: node.ask(control.Links(), control.Ready))
+            if patience.cancelled_caught:
+                raise EmulatorError(f"the nodes were not ready within {_READY_S:g} s")
+            self._keep_state("ready")
+            total_s = time.monotonic() - self._began_s
+            _report(control.Up(os.getpid(), tuple(self._nodes), self._network_s, total_s))
+            listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._listener))
+            nursery.start_soon(partial(trio.serve_listeners, self._attend, [listener]))
+        if self._broken is not None:
+            raise EmulatorError(self._broken)
+
+    async def _each(self, act: Callable[[_Node], Awaitable[None]]) -> None:
+        """Do ``act`` with all nodes at once; the errors come as one, the cause before its echoes."""
+        try:
+            async with trio.open_nursery() as nursery:
+                for node in self._nodes.values():
+                    nursery.start_soon(act, node)
+        except BaseExceptionGroup as group:
+            _raise_fault(group)
+
+    def _on_node_end(self, node: _Node) -> None:
+        """A node's network namespace is gone with it, and so is the cluster, once a run has heard of it."""
+        log.error("node_ended", node=node.name, text=node.ended)
+        self._broken = node.ended
+        if not self._busy:
+            self._scope.cancel()
+
+    async def _watch_signals(self) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for signum in signals:
+                log.info("stopping", signal=signal.Signals(signum).name)
+                self._scope.cancel()
+
+    async def _watch_lifeline(self) -> None:
+        stream = trio.lowlevel.FdStream(os.dup(0))
+        heard = b""
+        while chunk := await stream.receive_some(len(DETACH)):
+            heard += chunk
+            if heard == DETACH:
+                await stream.aclose()
+                null = os.open(os.devnull, os.O_RDWR)
+                os.dup2(null, 0)
+                os.dup2(null, 1)
+                os.close(null)
+                return
+        log.info("stopping", lifeline="ended")
+        self._scope.cancel()
+
+    async def _attend(self, stream: trio.SocketStream) -> None:
+        """One client of the control socket. What goes wrong with it is its own affair."""
+        with ExitStack() as owned:
+            try:
+                requests = control.Lines[control.Request](stream, control.Request)
+                async for request in requests:
+                    try:
+                        reply = await self._answer(request, stream, requests, owned)
+                    except EmulatorError as error:
+                        reply = control.Failed.of(error)
+                    await stream.send_all(control.encode(reply))
+            except (trio.BrokenResourceError, ProtocolViolation) as error:
+                log.warning("client_lost", text=str(error))
+        if self._broken is not None:
+            self._scope.cancel()
+
+    async def _answer(
+        self,
+        request: control.Request,
+        stream: trio.SocketStream,
+        requests: control.Lines[control.Request],
+        owned: ExitStack,
+    ) -> control.Reply:
+        match request:
+            case control.Describe():
+                return control.Description(self._request.cluster, self._request.title, self._run)
+            case control.Replay():
+                if self._busy:
+                    raise EmulatorError(f"cluster {self._request.cluster} is busy with another replay")
+                self._busy = True
+                try:
+                    return await self._replay_for(request, stream, requests, owned)
+                finally:
+                    self._busy = False
+
+    async def _replay_for(
+        self,
+        request: control.Replay,
+        stream: trio.SocketStream,
+        requests: control.Lines[control.Request],
+        owned: ExitStack,
+    ) -> control.Reply:
+        """Replay while the client listens; a client that hangs up, or says anything, cancels it."""
+        self._runs += 1
+        directory = self._claim.directory.runs / str(self._runs)
+        directory.mkdir()
+        owned.callback(shutil.rmtree, directory, ignore_errors=True)
+        request = msgspec.structs.replace(
+            request,
+            workload=_handed_over(request.workload, directory / "workload"),
+            decisions=request.decisions and _handed_over(request.decisions, directory / "decisions"),
+        )
+        if self._user is not None:
+            for path in (directory, *directory.iterdir()):
+                os.chown(path, *self._user)
+        news, progress = trio.open_memory_channel[control.Progress](1)
+
+        def on_progress(event: control.Progress) -> None:
+            # The next one will say more; a slow client must not hold up the run.
+            with suppress(trio.WouldBlock):
+                news.send_nowait(event)
+
+        async def tell() -> None:
+            async for event in progress:
+                await stream.send_all(control.encode(event))
+
+        async def heed(scope: trio.CancelScope) -> None:
+            async for _ in requests:
+                break
+            scope.cancel()
+
+        outcome: control.LiveRun | EmulatorError = EmulatorError("the replay was cancelled")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tell)
+            nursery.start_soon(heed, nursery.cancel_scope)
+            outcome = await self._replay(request, directory, on_progress)
+            nursery.cancel_scope.cancel()
+        if isinstance(outcome, EmulatorError):
+            raise outcome
+        path = directory / "result"
+        control.write_file(path, outcome)
+        return control.Completed(str(path))
+
+    async def _replay(
+        self, request: control.Replay, directory: Path, on_progress: Callable[[control.Progress], None]
+    ) -> control.LiveRun | EmulatorError:
+        """One run on idle nodes, which are idle again afterwards, or the cluster is broken."""
+        faults: list[Exception] = []
+        live: control.LiveRun | None = None
+        try:
+            live = await self._conduct(request, directory, on_progress)
+        except Exception as error:
+            faults.append(error)
+        finally:
+            with trio.CancelScope(shield=True), trio.move_on_after(_CLOSE_S) as patience:
+                await self._each(lambda node: node.leave_run(faults))
+            if patience.cancelled_caught:
+                self._broken = self._broken or f"the nodes did not leave the run within {_CLOSE_S:g} s"
+        if self._broken is not None:
+            faults.append(EmulatorError(self._broken))
+        if live is None or faults:
+            fault = fault_of(BaseExceptionGroup("run", faults))
+            log.error("run_failed", run=directory.name, code=fault.code, text=fault.text)
+            return fault
+        return live
+
+    async def _conduct(
+        self, request: control.Replay, directory: Path, on_progress: Callable[[control.Progress], None]
+    ) -> control.LiveRun:
+        run = msgspec.structs.replace(self._run, replay=request.replay)
+        result = directory / "replay"
+        client = next(self._nodes[member.name] for member in run.members if member.role == "client")
+
+        def own(node: _Node, part: str) -> str:
+            return str(directory / f"{node.name}.{part}")
+
+        epoch_s = time.monotonic()
+        await self._each(lambda node: node.ask(control.Open(run, epoch_s, own(node, "files")), control.Opened))
+        await self._each(lambda node: node.ask(control.Start(), control.Started))
+        before = self._network.counters()
+        async with trio.open_nursery() as nursery:
+            for node in self._nodes.values():
+                if node is not client:
+                    nursery.start_soon(node.hear_only_faults)
+            order = control.Play(request.workload, request.decisions, str(result))
+            await client.ask(order, control.Played, on_progress)
+            nursery.cancel_scope.cancel()
+        await self._each(lambda node: node.ask(control.Record(own(node, "record")), control.Recorded))
+        after = self._network.counters()
+        played = control.read_file(result, control.ReplayResult)
+        return control.LiveRun(
+            records=RunRecords(
+                t0_s=played.t0_s,
+                ended_s=played.ended_s,
+                requests=played.requests,
+                nodes=tuple(
+                    control.read_file(Path(own(node, "record")), NodeRecord) for node in self._nodes.values()
+                ),
+            ),
+            before=before,
+            after=after,
+            network_faults=self._network_faults(),
+        )
+
+    def _network_faults(self) -> tuple[str, ...]:
+        """How the network differs from what was asked for. A link that is not as promised voids a run."""
+        try:
+            self._network.read_back()
+        except TopologyError as error:
+            return (error.text,)
+        return ()
+
+
+def _handed_over(source: str, target: Path) -> str:
+    """A copy of a client's file that the nodes, who may be another user, will be able to read."""
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise EmulatorError(f"{source}: cannot be handed to the nodes: {error.strerror}") from None
+    return str(target)
+
+
+def _raise_fault(group: BaseExceptionGroup[BaseException]) -> NoReturn:
+    """Raise the group's cause if it is one of ours; anything else stays the group it is."""
+    faults, rest = group.split(EmulatorError)
+    if rest is not None or faults is None:
+        raise group
+    raise fault_of(faults) from None
+
+
+def _claim(directory: ClusterDir) -> Claim:
+    """The claim on a cluster's name, which another supervisor may be about to give up."""
+    deadline_s = time.monotonic() + _CLAIM_S
+    while (claim := directory.claim()) is None:
+        state = directory.read()
+        if (state is not None and state.phase == "ready") or time.monotonic() > deadline_s:
+            holder = directory.supervisor()
+            who = f" (supervisor pid {holder.pid})" if holder else ""
+            raise EmulatorError(
+                f"cluster {directory.name} is already up{who}; "
+                f"`emulate down {directory.name}` ends it, --name starts another beside it"
+            )
+        time.sleep(_CLAIM_POLL_S)
+    return claim
+
+
+def _spawn(name: str, logs: Path, user: tuple[int, int] | None) -> _Node:
+    path = logs / f"{name}.log"
+    with path.open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "emulator.node", name, *map(str, user or ())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            cwd="/",
+            start_new_session=True,
+        )
+    return _Node(name, process, path)
+
+
+def _await_netns(node: _Node) -> None:
+    """Return once the node stands in its own network namespace."""
+    assert node.process.stdout is not None
+    fd = node.process.stdout.fileno()
+    heard = b""
+    while heard != IN_NETNS:
+        ready, _, _ = select.select([fd], [], [], _NETNS_S)
+        chunk = os.read(fd, len(IN_NETNS) - len(heard)) if ready else b""
+        if not chunk:
+            code = node.process.wait() if ready else None
+            raise EmulatorError(node.obituary(code))
+        heard += chunk
+
+
+if __name__ == "__main__":
+    main()
