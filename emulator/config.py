@@ -66,9 +66,18 @@ class ScaleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_bytes: int = 1
     dilation: float = 10.0
 
+    def __post_init__(self) -> None:
+        if self.kv_bytes < 1:
+            raise ValueError(f"kv_bytes = {self.kv_bytes}: expected 1 or more")
+        if not 0 < self.dilation < float("inf"):
+            raise ValueError(f"dilation = {self.dilation}: expected a positive, finite number")
+
 
 class ReplayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The options of one replay. Exactly one of ``agents`` (closed loop) and ``aps`` (open loop) is set."""
+    """The options of one replay. At most one of ``agents`` (closed loop) and ``aps`` (open loop) is set;
+
+    with neither, the workload keeps the arrivals that it has.
+    """
 
     system: str = "dualpath"
     path: PathChoice = "auto"
@@ -77,6 +86,14 @@ class ReplayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     think: Literal["zero", "trace"] = "zero"
     warm: bool = False
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.agents is not None and self.aps is not None:
+            raise ValueError("agents and aps: a replay is either a closed loop or an open one")
+        if self.agents is not None and self.agents < 1:
+            raise ValueError(f"agents = {self.agents}: expected 1 or more")
+        if self.aps is not None and not 0 < self.aps < float("inf"):
+            raise ValueError(f"aps = {self.aps}: expected a positive, finite number of agents per second")
 
 
 class Member(msgspec.Struct, frozen=True):

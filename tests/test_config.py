@@ -1,0 +1,62 @@
+"""Configuration files are read whole or refused with the key's path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from emulator.config import EngineConfig, ModelConfig, RunConfig, ScaleConfig, load_config
+from emulator.errors import ConfigError
+
+from .clusters import config
+
+
+def test_no_file_means_the_defaults() -> None:
+    """All tables are optional."""
+    assert load_config(None) == (EngineConfig(), ModelConfig(), ScaleConfig())
+
+
+def test_given_keys_replace_defaults(tmp_path: Path) -> None:
+    """A key that is given is what the run gets; the others stay."""
+    path = tmp_path / "x.toml"
+    path.write_text("[engine]\npe_buffer_gb = 40\n[scale]\ndilation = 2.5\n[cluster]\nname = 'not ours'\n")
+    engine, _, scale = load_config(path)
+    assert (engine.pe_buffer_gb, engine.de_buffer_gb, scale.dilation) == (40, 80, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[engine]\npe_bufer_gb = 1\n", "engine.pe_bufer_gb: unknown key; did you mean pe_buffer_gb?"),
+        ("[engine]\nzzz = 1\n", "known keys: "),
+        ("engine = 3\n", "expected a table [engine]"),
+        ("[engine]\npe_buffer_gb = -1\n", "pe_buffer_gb = -1"),
+        ("[engine]\npe_buffer_gb = nan\n", "pe_buffer_gb = nan"),
+        ("[engine]\npe_buffer_gb = '80'\n", "pe_buffer_gb"),
+        ("[engine]\nblock_tokens = 0\n", "block_tokens = 0"),
+        ("[engine]\nrpc_latency_s = 2.0\n", "rpc_latency_s = 2.0"),
+        ("[model]\nbackend = 'gpu'\n", "backend"),
+        ("[scale]\nkv_bytes = true\n", "kv_bytes"),
+        ("[scale]\nkv_bytes = 1.5\n", "kv_bytes"),
+        ("[scale]\ndilation = 0\n", "dilation"),
+        ("[scale]\ndilation = -inf\n", "dilation"),
+        ("[scale\n", "not readable as TOML"),
+    ],
+)
+def test_bad_values_are_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
+    """One line with the file and the key; no value is clamped."""
+    path = tmp_path / "x.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert says in caught.value.text
+    assert str(path) in caught.value.text
+    assert "\n" not in caught.value.text
+
+
+def test_a_run_crosses_processes_unchanged() -> None:
+    """Encoding and decoding a RunConfig is the identity."""
+    run = config(agents=3, path="de")
+    assert msgspec.json.decode(msgspec.json.encode(run), type=RunConfig) == run
