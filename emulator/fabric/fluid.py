@@ -210,8 +210,7 @@ class _Posted(Message):
     def place(self) -> None:
         """Put the bytes in place, count them on both sides, tell both sides."""
         route, pair, size = self._route, self._route.pair, self.size_bytes
-        if size:
-            scatter(route.remote.memory, self._segment.remote, gather(route.local.memory, self._segment.local))
+        scatter(route.remote.memory, self._segment.remote, gather(route.local.memory, self._segment.local))
         now, sender, receiver = pair.sender.now(), pair.sender, pair.receiver
         for meter in pair.meters:
             meter.end(now, size)
@@ -464,6 +463,8 @@ class FluidFabric(Fabric):
         if remote is None:
             raise ProtocolViolation(f"{peer.node} has no region {target.region!r}")
         for segment in segments:
+            if not segment.size_bytes:
+                raise ValueError("a message of no bytes: expected at least one extent")
             if _end(segment.local) > local.size_bytes:
                 raise ValueError(
                     f"gather ends at {_end(segment.local)}, region {local.name!r} has {local.size_bytes} bytes"
@@ -539,7 +540,7 @@ class FluidFabric(Fabric):
 
 
 def _end(extents: Sequence[Extent]) -> int:
-    return max((extent.end for extent in extents), default=0)
+    return max(extent.end for extent in extents)
 
 
 def _gone(node: str, *, definite: bool = False) -> Lost:
