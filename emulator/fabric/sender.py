@@ -72,6 +72,7 @@ class QueuePair:
         self._queue: deque[_Message] = deque()
         self._begun: deque[_Message] = deque()
         self._placed = 0
+        self._streams: dict[PostedStream, None] = {}
         self._error: EmulatorError | None = None
         self._outbox = Outbox(self._refill)
         self._scope = trio.CancelScope()
@@ -86,11 +87,15 @@ class QueuePair:
         """Changes whenever the pair gets anything done: bytes handed to the kernel, messages placed."""
         return self._outbox.sent_bytes, self._placed
 
+    def attach(self, stream: PostedStream) -> None:
+        """``stream`` wants to know when the pair breaks, until ``detach``."""
+        self._streams[stream] = None
+
+    def detach(self, stream: PostedStream) -> None:
+        self._streams.pop(stream, None)
+
     def post(self, stream: PostedStream, segments: Sequence[Segment]) -> None:
         """Queue the next segments of ``stream``, in order."""
-        if self._error is not None:
-            stream.on_failed(self._error, begun=False)
-            return
         now = self._now()
         for segment in segments:
             size_bytes = segment.size_bytes
@@ -113,11 +118,13 @@ class QueuePair:
             return
         self._error = error
         now = self._now()
-        for messages, begun in ((self._begun, True), (self._queue, False)):
-            for message in messages:
+        for messages in (self._begun, self._queue):
+            for _ in messages:
                 self._meter.drop(now)
-                message.stream.on_failed(error, begun=begun)
             messages.clear()
+        for stream in self._streams:
+            stream.on_failed(error)
+        self._streams.clear()
         self._scope.cancel()
         self._on_end(self, error)
 
@@ -217,6 +224,7 @@ class PostedStream(WriteStream):
         self._closed = False
         self._error: EmulatorError | None = None
         self._waiting: list[tuple[int, trio.Event]] = []
+        pair.attach(self)
 
     def release(self, upto: int) -> None:
         if self._closed:
@@ -254,7 +262,12 @@ class PostedStream(WriteStream):
                     await self._settled(self._begun)
                 if self._placed < self._begun and self._pair.progress == before:
                     self._pair.fail(PeerLost(f"{self._pair}: nothing moved for {SILENCE_S} s"))
+            self.detach()
             await trio.lowlevel.checkpoint()
+
+    def detach(self) -> None:
+        """Nothing of the stream is on its pair, nor will be."""
+        self._pair.detach(self)
 
     async def _settled(self, upto: int) -> None:
         """Return once ``upto`` segments are in place or the pair broke."""
@@ -279,12 +292,11 @@ class PostedStream(WriteStream):
         if self._waiting:
             self._wake(self._placed)
 
-    def on_failed(self, error: EmulatorError, *, begun: bool) -> None:
-        """The pair broke with a message of this stream on it, begun or only queued."""
-        if self._error is None:
-            definite = not begun or error.definite
-            self._error = error_from_code(error.code, error.text, definite)
-            self._wake(len(self._segments))
+    def on_failed(self, error: EmulatorError) -> None:
+        """The pair broke. What is not begun surely did not happen."""
+        definite = error.definite or self._begun == self._placed
+        self._error = error_from_code(error.code, error.text, definite)
+        self._wake(len(self._segments))
 
     def _wake(self, upto: int) -> None:
         due = [entry for entry in self._waiting if entry[0] <= upto]

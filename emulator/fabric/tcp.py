@@ -126,6 +126,7 @@ class TcpFabric(Fabric):
         except trio.Cancelled:
             await stream.aclose()
             raise
+        stream.detach()
 
     def open_stream(
         self, target: Target, local: Region, segments: Sequence[Segment], *, tag: str = ""

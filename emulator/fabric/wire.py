@@ -51,7 +51,7 @@ __all__ = [
 MAX_EXTENTS = 65_536
 """Extents a header may carry: 2 MiB of header, a megatoken context at 16 scattered tokens an extent."""
 
-MAX_FRAME_BYTES = 1 << 28
+MAX_FRAME_BYTES = 1 << 26
 """Largest RPC frame; a batched block write is some megabytes."""
 
 FRAME_PREFIX_BYTES = 4
