@@ -183,7 +183,8 @@ class _Node:
         except trio.EndOfChannel:
             raise EmulatorError(self.ended or f"{self.name}: the process is gone") from None
         if isinstance(event, control.Failed):
-            raise msgspec.structs.replace(event, text=f"{self.name}: {event.text}").error()
+            text = event.text if event.text.startswith(f"{self.name}: ") else f"{self.name}: {event.text}"
+            raise msgspec.structs.replace(event, text=text).error()
         return event
 
     async def ask(
