@@ -74,7 +74,9 @@ def window_of(rate: float) -> Window:
 def _prepare(sock: socket.socket, tos: int, window: Window | None) -> None:
     sock.setblocking(False)
     tcp, sol = socket.IPPROTO_TCP, socket.SOL_SOCKET
-    sock.setsockopt(tcp, socket.TCP_CONGESTION, b"cubic")
+    # Bounded windows lose nothing, so that only the host's default (bbr, here and there) must not rule. Reno is
+    # the one algorithm that every kernel allows a process without capabilities in any namespace.
+    sock.setsockopt(tcp, socket.TCP_CONGESTION, b"reno")
     sock.setsockopt(tcp, socket.TCP_NODELAY, 1)
     sock.setsockopt(tcp, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
     sock.setsockopt(tcp, socket.TCP_KEEPIDLE, SILENCE_S // 3)
