@@ -37,7 +37,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_digest
 
 from .errors import StoreError
-from .kvcache import ID_BYTES, BlockId, key_of
+from .kvcache import ID_BYTES, KEY_BYTES, BlockId, key_of
 
 __all__ = ["Appended", "BlockStore", "FileStore", "MemoryStore", "open_store", "split_blocks"]
 
@@ -48,6 +48,7 @@ SEGMENT_BYTES = 64 << 20
 _CHECKSUM_BYTES = 8
 _OPEN_SEGMENTS = 64
 _IOV_MAX = 1024
+_CHUNK_BYTES = 256 << 10  # checksummed while still in the processor's cache
 _FORMAT = 1
 _SEGMENT_NAMES = "segment-" + "[0-9]" * 6 + ".kv"
 
@@ -91,22 +92,21 @@ class BlockStore(ABC):
         Raises StoreError (definite: nothing was stored) when the bytes or the index cannot be kept.
         """
         self._check_open()
-        for block, payload in blocks:
-            if payload.nbytes != self.block_bytes:
-                raise ValueError(f"block {_name(block)} has {payload.nbytes} bytes: expected {self.block_bytes}")
-        keys = {key_of(block) for block, _ in blocks}
+        ids = [block for block, _ in blocks]
+        payloads = [payload for _, payload in blocks]
+        self._check_sizes(payloads)
+        keys = {block[:KEY_BYTES] for block in ids}
         collided: tuple[BlockId, ...] = ()
-        fresh = blocks
-        if len(keys) < len(blocks) or not keys.isdisjoint(self._keys):
-            fresh, collided = self._sift(blocks)
-            keys = {key_of(block) for block, _ in fresh}
-        if fresh:
-            self._keep(fresh)
+        if len(keys) < len(ids) or not keys.isdisjoint(self._keys):
+            ids, payloads, collided = self._sift(blocks)
+            keys = {block[:KEY_BYTES] for block in ids}
+        if ids:
+            self._keep(ids, payloads)
             self._keys |= keys
-        return Appended(len(fresh), len(blocks) - len(fresh) - len(collided), collided)
+        return Appended(len(ids), len(blocks) - len(ids) - len(collided), collided)
 
-    def _sift(self, blocks: Blocks) -> tuple[Blocks, tuple[BlockId, ...]]:
-        """The blocks of a batch that are new, each once, and those whose key is another's."""
+    def _sift(self, blocks: Blocks) -> tuple[list[BlockId], list[memoryview], tuple[BlockId, ...]]:
+        """The ids and payloads of the blocks that are new, each once, and the ids whose key is another's."""
         fresh: dict[bytes, tuple[BlockId, memoryview]] = {}
         collided = []
         for block, payload in blocks:
@@ -116,7 +116,7 @@ class BlockStore(ABC):
                     collided.append(block)
             elif fresh.setdefault(key, (block, payload))[0] != block:
                 collided.append(block)
-        return list(fresh.values()), tuple(collided)
+        return [block for block, _ in fresh.values()], [payload for _, payload in fresh.values()], tuple(collided)
 
     @abstractmethod
     def read(self, ids: Sequence[BlockId], out: Sequence[memoryview]) -> None:
@@ -154,7 +154,7 @@ class BlockStore(ABC):
         self.close()
 
     @abstractmethod
-    def _keep(self, fresh: Blocks) -> None:
+    def _keep(self, ids: Sequence[BlockId], payloads: Sequence[memoryview]) -> None:
         """Commit blocks that are new, all or none."""
 
     @abstractmethod
@@ -168,8 +168,12 @@ class BlockStore(ABC):
         self._check_open()
         if len(ids) != len(out):
             raise ValueError(f"{len(ids)} blocks to read into {len(out)} buffers")
-        if any(size != self.block_bytes for size in map(len, out)):
-            raise ValueError(f"buffers of {sorted(set(map(len, out)))} bytes for blocks of {self.block_bytes}")
+        self._check_sizes(out)
+
+    def _check_sizes(self, views: Sequence[memoryview]) -> None:
+        sizes = [view.nbytes for view in views]
+        if sizes != [self.block_bytes] * len(sizes):
+            raise ValueError(f"buffers of {sorted(set(sizes))} bytes: expected blocks of {self.block_bytes} bytes")
 
 
 class MemoryStore(BlockStore):
@@ -193,8 +197,8 @@ class MemoryStore(BlockStore):
                 raise StoreError(f"block {_name(block)} is not in the store ({len(self)} blocks in memory)")
             view[:] = payload
 
-    def _keep(self, fresh: Blocks) -> None:
-        self._blocks.update((block, bytes(payload)) for block, payload in fresh)
+    def _keep(self, ids: Sequence[BlockId], payloads: Sequence[memoryview]) -> None:
+        self._blocks.update(zip(ids, map(bytes, payloads), strict=True))
 
     def _forget(self, keep: set[BlockId]) -> int:
         before = len(self._blocks)
@@ -209,17 +213,18 @@ class _Segments:
         self.directory = directory
         self.block_bytes = block_bytes
         self.slots = slots
+        self.chunk = max(1, min(_IOV_MAX, _CHUNK_BYTES // block_bytes))
         self._open: dict[int, int] = {}
 
     def path(self, segment: int) -> Path:
         return self.directory / f"segment-{segment:06d}.kv"
 
     def runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Cut ``slots`` into (index, count) of neighbours in one file, none longer than one system call takes."""
+        """Cut ``slots`` into (index, count) of neighbours in one file, at most ``chunk`` at a time."""
         begin, total = 0, len(slots)
         while begin < total:
             first = slots[begin]
-            limit = min(total - begin, self.slots - first % self.slots, _IOV_MAX)
+            limit = min(total - begin, self.slots - first % self.slots, self.chunk)
             count = limit
             if slots[begin : begin + limit] != list(range(first, first + limit)):
                 count = 1
@@ -228,16 +233,21 @@ class _Segments:
             yield begin, count
             begin += count
 
-    def write(self, slot: int, payloads: Sequence[memoryview], *, durable: bool) -> None:
-        """Write ``payloads`` to the slots from ``slot`` on. Raises OSError; what was written is then undefined."""
-        for begin, count in self.runs(list(range(slot, slot + len(payloads)))):
-            segment, at = divmod(slot + begin, self.slots)
-            made = durable and not self.path(segment).exists()
-            file = self._file(segment, os.O_CREAT)
-            self._pwrite(file, payloads[begin : begin + count], at * self.block_bytes)
-            if durable:
-                os.fdatasync(file)
-            if made:
+    def write(self, slot: int, payloads: Sequence[memoryview]) -> None:
+        """Write ``payloads`` to one run of slots. Raises OSError; what is in those slots is then undefined."""
+        segment, at = divmod(slot, self.slots)
+        file = self._file(segment, os.O_CREAT)
+        offset, wanted = at * self.block_bytes, len(payloads) * self.block_bytes
+        done = os.pwritev(file, payloads, offset)
+        while done < wanted:
+            block, skip = divmod(done, self.block_bytes)
+            done += os.pwritev(file, [payloads[block][skip:], *payloads[block + 1 :]], offset + done)
+
+    def sync(self, first: int, count: int) -> None:
+        """Wait until what was just written to ``count`` slots from ``first`` on is on the disk. Raises OSError."""
+        for segment in range(first // self.slots, (first + count - 1) // self.slots + 1):
+            os.fdatasync(self._file(segment))
+            if segment * self.slots >= first:
                 _sync_directory(self.directory)
 
     def read(self, slot: int, out: Sequence[memoryview]) -> bool:
@@ -285,14 +295,6 @@ class _Segments:
         file = self._open.pop(segment, None)
         if file is not None:
             os.close(file)
-
-    def _pwrite(self, file: int, payloads: Sequence[memoryview], offset: int) -> None:
-        wanted = len(payloads) * self.block_bytes
-        done = os.pwritev(file, payloads, offset)
-        while done < wanted:
-            block, skip = divmod(done, self.block_bytes)
-            rest = [payloads[block][skip:], *payloads[block + 1 :]]
-            done += os.pwritev(file, rest, offset + done)
 
 
 class FileStore(BlockStore):
@@ -348,13 +350,17 @@ class FileStore(BlockStore):
         self._segments.close()
         self._index.close()
 
-    def _keep(self, fresh: Blocks) -> None:
-        ids = [block for block, _ in fresh]
-        payloads = [payload for _, payload in fresh]
-        checksums = b"".join(map(xxh3_64_digest, payloads))
+    def _keep(self, ids: Sequence[BlockId], payloads: Sequence[memoryview]) -> None:
         first = self._end
+        slots = list(range(first, first + len(ids)))
+        checksums = b""
         try:
-            self._segments.write(first, payloads, durable=self.durable)
+            for begin, count in self._segments.runs(slots):
+                views = payloads[begin : begin + count]
+                checksums += b"".join(map(xxh3_64_digest, views))
+                self._segments.write(slots[begin], views)
+            if self.durable:
+                self._segments.sync(first, len(ids))
             self._index.insert((first, b"".join(ids), checksums))
         except (OSError, sqlite3.Error) as error:
             # Room for what comes next; bytes that stay behind the last slot do no harm.
@@ -364,7 +370,7 @@ class FileStore(BlockStore):
                 f"{self.directory}: {len(ids)} blocks of {self.block_bytes} bytes not stored: {error}",
                 definite=True,
             ) from error
-        self._slots.update(zip(ids, range(first, first + len(ids)), strict=True))
+        self._slots.update(zip(ids, slots, strict=True))
         self._checksums += checksums
 
     def _forget(self, keep: set[BlockId]) -> int:

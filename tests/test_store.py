@@ -115,7 +115,7 @@ def test_retain_forgets_the_others(store: BlockStore) -> None:
 def test_wrong_sizes_are_the_callers_fault(store: BlockStore) -> None:
     """A payload or a buffer of another size than a block is refused before anything happens."""
     store.append(batch([1]))
-    with pytest.raises(ValueError, match="has 47 bytes: expected 48"):
+    with pytest.raises(ValueError, match=r"buffers of \[47, 48\] bytes: expected blocks of 48"):
         store.append([*batch([2]), (block_id(3), payload(3)[:-1])])
     assert block_id(2) not in store
     with pytest.raises(ValueError, match=r"buffers of \[47\] bytes"):
