@@ -149,13 +149,13 @@ def _not_json(text: bytes) -> str | None:
     return f"{strange[0]} is no number that a trace may have: expected a finite one" if strange else None
 
 
-def _seconds(where: str, name: str, value: float | None, unit_s: float) -> float | None:
-    """A time in seconds from a field in units of ``unit_s``."""
+def _seconds(where: str, name: str, value: float | None, per_second: float = 1.0) -> float | None:
+    """A time in seconds from a field that counts ``per_second`` of a second."""
     if value is None:
         return None
     if not (math.isfinite(value) and value >= 0):
         raise ConfigError(f"{where}: {name} {value}: expected a finite number, 0 or more")
-    return value * unit_s
+    return value / per_second
 
 
 def _result(path: Path, trajectories: Sequence[tuple[str, Trajectory]], notes: dict[str, int]) -> TraceResult:
@@ -239,8 +239,8 @@ def _weka_rows(rows: list[tuple[str, _WekaRow]], block: int, notes: dict[str, in
         if row.prompt is None or row.output is None or row.hash_ids is None:
             raise ConfigError(f"{where}: expected in, out and hash_ids")
         check_ids(where, row.hash_ids, row.prompt, block)
-        start = _seconds(where, "t", row.t, 1.0)
-        think = _seconds(where, "think_time", row.think_time, 1.0)
+        start = _seconds(where, "t", row.t)
+        think = _seconds(where, "think_time", row.think_time)
         notes["without_think_time"] += think is None
         turns.append(Row(row.prompt, row.output, row.hash_ids, think or 0.0, start, where))
     turns = _sorted(turns, notes)
@@ -298,8 +298,8 @@ def _mooncake(path: Path, block: int, *, cumulative: bool) -> TraceResult:
             raise ConfigError(f"{where}: input_length, output_length {lengths}: expected 0 or more")
         if row.hash_ids is not None:
             check_ids(where, row.hash_ids, row.input_length, block)
-        arrival_s = _seconds(where, "timestamp", row.timestamp, 1e-3)
-        delay_s = _seconds(where, "delay", row.delay, 1e-3)
+        arrival_s = _seconds(where, "timestamp", row.timestamp, 1000.0)
+        delay_s = _seconds(where, "delay", row.delay, 1000.0)
         before = sessions.setdefault(number if row.session_id is None else str(row.session_id), [])
         if arrival_s is None and not before:
             raise ConfigError(f"{where}: no timestamp, and no earlier row of its session: expected one of them")
