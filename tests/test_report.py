@@ -1,0 +1,235 @@
+"""Laws of the report, the comparison table and the run directory."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from emulator import report, verify
+from emulator.config import EngineConfig, ModelConfig, ReplayConfig, ScaleConfig
+from emulator.errors import ConfigError, EmulatorError
+from emulator.judge import KernelLane, KernelPort, Verdict, judge_virtual
+from emulator.plan import run_config
+from emulator.report import FinishedRun
+from topology.spec import load_topology
+
+from .made_run import evidence, made_config, replace_node, replace_request
+from .within import assert_within
+
+ENTRY_KEYS = {
+    *("system", "path", "fabric", "jct_s", "ttft_s", "tpot_s", "e2e_s", "requests", "tokens_equal", "verdict"),
+    *("path_share", "hit_ratio", "snic_max_over_avg", "steps_bytes", "scale", "wall_s", "out"),
+}
+
+
+def finished(**changes: Any) -> FinishedRun:
+    values: dict[str, Any] = {
+        "config": made_config(),
+        "fabric": "tcp",
+        "evidence": evidence(),
+        "verdict": Verdict("valid", False, ()),
+        "wall_s": 41.5,
+        "kernel": (KernelPort("pe0", "snic0", "write", (KernelLane("kv", 12_345, 0),), 0),),
+        **changes,
+    }
+    return FinishedRun(**values)
+
+
+def nothing_done() -> FinishedRun:
+    made = evidence(hosts=False)
+    failed = tuple(
+        msgspec.structs.replace(r, status="failed", error="refused: never fits") for r in made.records.requests
+    )
+    records = msgspec.structs.replace(made.records, requests=failed, nodes=())
+    return finished(
+        evidence=msgspec.structs.replace(made, records=records), verdict=judge_virtual(), fabric="fluid"
+    )
+
+
+def shown(*entries: dict[str, Any]) -> str:
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as printed:
+        console.print(report.table(entries))
+    return printed.get()
+
+
+def test_the_entry_has_every_promised_key() -> None:
+    """The `--json` entry has the documented keys, each figure with its six summary values."""
+    run = finished()
+    entry = report.run_entry(report.build_report(run), run, Path("runs/one"))
+    assert set(entry) >= ENTRY_KEYS
+    for key in ("ttft_s", "tpot_s", "e2e_s"):
+        assert list(entry[key]) == ["mean", "p50", "p90", "p95", "p99", "max", "count"]
+    assert entry["requests"] == {"total": 9, "done": 9, "failed": 0, "cancelled": 0}
+    assert entry["tokens_equal"] is True
+    assert entry["scale"]["shrink"] == 176
+    assert entry["path_share"] == {"pe": 4 / 9, "de": 5 / 9}
+    assert entry["invariants"] == {"checked": len(verify.INVARIANTS), "broken": []}
+    assert_within(sum(entry["ttft_breakdown_s"].values()), entry["ttft_s"]["mean"], rel=1e-9)
+    json.dumps(entry, allow_nan=False)
+
+
+def test_nothing_done_reports_nulls() -> None:
+    """Without a completion every figure is null, none is 0, and the report still holds what was asked for."""
+    entry = report.build_report(nothing_done())
+    for key in ("jct_s", "ttft_s", "tpot_s", "e2e_s", "tokens_equal", "hit_ratio", "snic_max_over_avg", "itl_s"):
+        assert entry[key] is None
+    assert entry["path_share"] == {"pe": None, "de": None}
+    assert entry["requests"] == {"total": 9, "done": 0, "failed": 9, "cancelled": 0}
+    assert entry["errors"] == ["refused: never fits"]
+    text = shown(entry)
+    assert "0/9" in text
+    assert "refused: never fits" in text
+
+
+def test_a_broken_run_says_what_is_broken() -> None:
+    """A token that differs is in the report and in the table, not only in an exit code."""
+    run = finished(evidence=replace_request(evidence(), "a0.0", model_tokens=(1,) * 71))
+    entry = report.build_report(run)
+    assert entry["tokens_equal"] is False
+    assert [b["invariant"] for b in entry["invariants"]["broken"]] == ["tokens equal"]
+    text = shown(entry)
+    assert "DIFFER" in text
+    assert "invariant 2 (tokens equal): a0.0" in text
+
+
+def test_the_table_compares_with_the_first_run() -> None:
+    """The first row's JCT is 1; another's is its multiple; an invalid run shows its reason and the remedy."""
+    run = finished()
+    first = report.run_entry(report.build_report(run), run, None)
+    bad = msgspec.structs.replace(run, verdict=Verdict("invalid", False, ("pe0: timers late",), 25.0))
+    slow = report.run_entry(report.build_report(bad), bad, None) | {"path": "pe", "jct_s": 2 * first["jct_s"]}
+    text = shown(first, slow)
+    assert "1.000" in text
+    assert "2.000" in text
+    assert "dualpath --path pe: invalid: pe0: timers late" in text
+    assert "a dilation of 25 would do" in text
+
+
+@pytest.mark.parametrize("fabric", ["tcp", "fluid"])
+def test_a_run_directory_is_read_back_exactly(tmp_path: Path, fabric: str) -> None:
+    """What is written is what is read, so that a later verification sees what the run saw."""
+    hosts = fabric == "tcp"
+    run = finished(
+        fabric=fabric,
+        evidence=evidence(hosts=hosts),
+        verdict=Verdict("invalid", False, ("why",), 12.5) if hosts else judge_virtual(),
+        kernel=finished().kernel if hosts else None,
+    )
+    written = report.write_run_dir(tmp_path, run)
+    again = report.read_run_dir(tmp_path)
+    assert again == run
+    assert report.build_report(again) == written == json.loads((tmp_path / "report.json").read_bytes())
+
+
+def test_a_request_without_a_record_is_not_forgotten(tmp_path: Path) -> None:
+    """A run that lost a request is still found out from its directory."""
+    made = evidence()
+    lost = msgspec.structs.replace(made, expected={**made.expected, "ghost": (1, 2)})
+    stray = replace_node(
+        lost, "st1", ports=(msgspec.structs.replace(made.records.nodes[3].ports[0], nic="snic9"),)
+    )
+    report.write_run_dir(tmp_path, finished(evidence=stray))
+    again = report.read_run_dir(tmp_path)
+    assert again.evidence == stray
+    assert verify.verify(again.evidence) == verify.verify(stray)
+
+
+def test_the_report_tells_nothing_of_the_host(tmp_path: Path) -> None:
+    """The same run on a slower host and in another directory has the same report, byte for byte."""
+    for name, wall_s in (("a", 1.0), ("b", 99.0)):
+        (tmp_path / name).mkdir()
+        report.write_run_dir(tmp_path / name, finished(wall_s=wall_s))
+    one, other = ((tmp_path / name / "report.json").read_bytes() for name in "ab")
+    assert one == other
+    assert str(tmp_path).encode() not in one
+    assert b"wall" not in one
+
+
+def test_decisions_are_read_from_a_run_or_its_file(tmp_path: Path) -> None:
+    """What another run decided, and how it composed its batches, comes back in its order."""
+    report.write_run_dir(tmp_path, finished())
+    decisions = report.read_decisions(tmp_path)
+    nodes = {n.node: n for n in evidence().records.nodes}
+    assert decisions.requests == nodes["sched"].decisions
+    assert decisions.batches == nodes["pe0"].batches
+    assert report.read_decisions(tmp_path / "decisions.jsonl") == decisions
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("requests.jsonl", b"{}\n", r"requests\.jsonl:1: "),
+        ("decisions.jsonl", b'{"kind":"guess"}\n', r"decisions\.jsonl:1: "),
+        ("ports.jsonl", b"\xff\xfe\n", r"ports\.jsonl:1: "),
+        ("nodes.jsonl", b"\x00", r"nodes\.jsonl:1: "),
+        ("host.json", b"", r"host\.json: "),
+        ("run.json", b'{"format": 1}', r"run\.json: "),
+        ("config.toml", b"topology = 1", r"config\.toml: "),
+        ("config.toml", b"\xff", r"config\.toml: "),
+    ],
+)
+def test_a_damaged_run_is_a_users_error(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
+    """Every file that cannot be understood is named, with the line where it has lines; one line, exit 2."""
+    report.write_run_dir(tmp_path, finished())
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        report.read_run_dir(tmp_path)
+    assert "\n" not in caught.value.text
+
+
+@pytest.mark.parametrize("name", ["run.json", "host.json", "requests.jsonl", "nodes.jsonl", "ports.jsonl"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    """A directory that is no whole run says which file it lacks."""
+    report.write_run_dir(tmp_path, finished())
+    (tmp_path / name).unlink()
+    with pytest.raises(ConfigError, match=name):
+        report.read_run_dir(tmp_path)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    """A run directory of another version is not guessed at."""
+    report.write_run_dir(tmp_path, finished())
+    text = (tmp_path / "run.json").read_text()
+    (tmp_path / "run.json").write_text(text.replace('"format": 1', '"format": 2'))
+    with pytest.raises(ConfigError, match="format 2, this version reads 1"):
+        report.read_run_dir(tmp_path)
+
+
+def test_no_run_is_written_over_another(tmp_path: Path) -> None:
+    """A directory that holds a run is refused before the next one begins; an empty or new one is not."""
+    out = tmp_path / "deep" / "run"
+    report.claim_run_dir(out)
+    report.claim_run_dir(out)
+    report.write_run_dir(out, finished())
+    with pytest.raises(ConfigError, match="holds a run already"):
+        report.claim_run_dir(out)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        report.claim_run_dir(tmp_path / "file")
+
+
+def test_a_disk_that_takes_nothing_is_named(tmp_path: Path) -> None:
+    """A file that cannot be written is an error that names it, not a traceback."""
+    (tmp_path / "ports.jsonl").mkdir()
+    with pytest.raises(EmulatorError, match=r"ports\.jsonl: cannot be written"):
+        report.write_run_dir(tmp_path, finished())
+
+
+def test_a_setup_follows_from_the_configuration() -> None:
+    """Every shaped NIC with its role, at its model rate in payload bytes; virtual time is not dilated."""
+    spec = load_topology("1p1d")
+    config = run_config(spec, EngineConfig(), ModelConfig(), ScaleConfig(kv_bytes=2, dilation=7.0), ReplayConfig())
+    live, virtual = report.setup_of(config, "tcp"), report.setup_of(config, "fluid")
+    assert live.ports == virtual.ports
+    assert (live.scale.dilation, virtual.scale.dilation) == (7.0, 1.0)
+    assert len(live.ports) == len(spec.ports())
+    snic = next(p for p in live.ports if (p.node, p.nic) == ("pe0", "snic0"))
+    assert snic.role == "pe"
+    assert_within(snic.rate_bps * float(live.scale.shrink), spec.snic_gbps * 1e9 / 8, rel=1e-9)
