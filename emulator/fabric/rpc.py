@@ -265,15 +265,15 @@ class RpcPort:
         await self._sleep_until(call.stamp_s + self._latency_s)
         try:
             reply = await self._reply(call)
+            frame = self._frame(call, None, msgspec.Raw(msgspec.msgpack.encode(reply)))
         except EmulatorError as error:
-            self._send(connection, call, Failure(error.code, error.text, error.definite), EMPTY)
+            frame = self._frame(call, Failure(error.code, error.text, error.definite), EMPTY)
         except Exception as error:
             text = f"{self._node}: {call.method} failed: {type(error).__name__}: {error}"
-            self._send(connection, call, Failure(EmulatorError.code, text, False), EMPTY)
+            connection.send(self._frame(call, Failure(EmulatorError.code, text, False), EMPTY))
             _log.error("rpc_handler_failed", node=self._node, method=call.method, peer=peer, reason=repr(error))
             raise
-        else:
-            self._send(connection, call, None, msgspec.Raw(msgspec.msgpack.encode(reply)))
+        connection.send(frame)
 
     async def _reply(self, call: Call) -> msgspec.Struct:
         served = self._handlers.get(call.method)
@@ -286,8 +286,8 @@ class RpcPort:
             raise ProtocolViolation(f"{call.method}: no {kind.__name__}: {error}", definite=True) from None
         return await handler(request)
 
-    def _send(self, connection: _Connection, call: Call, failure: Failure | None, body: msgspec.Raw) -> None:
-        connection.send(encode_frame(Answer(call.id, self._now(), failure, body)))
+    def _frame(self, call: Call, failure: Failure | None, body: msgspec.Raw) -> list[bytes]:
+        return encode_frame(Answer(call.id, self._now(), failure, body))
 
     def _caller(self, node: str) -> _Caller:
         caller = self._callers.get(node)

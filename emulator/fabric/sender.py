@@ -42,11 +42,11 @@ class _Message:
 
     __slots__ = ("extents", "header", "size_bytes", "stream")
 
-    def __init__(self, stream: PostedStream, header: bytes, segment: Segment, size_bytes: int) -> None:
+    def __init__(self, stream: PostedStream, segment: Segment) -> None:
         self.stream = stream
-        self.header = header
         self.extents = segment.local
-        self.size_bytes = size_bytes
+        self.size_bytes = size = segment.size_bytes
+        self.header = encode_header(stream.target.transfer, stream.region, stream.tag, segment.remote, size)
 
 
 class QueuePair:
@@ -96,12 +96,11 @@ class QueuePair:
 
     def post(self, stream: PostedStream, segments: Sequence[Segment]) -> None:
         """Queue the next segments of ``stream``, in order."""
+        messages = [_Message(stream, segment) for segment in segments]
         now = self._now()
-        for segment in segments:
-            size_bytes = segment.size_bytes
-            header = encode_header(stream.target.transfer, stream.region, stream.tag, segment.remote, size_bytes)
+        for _ in messages:
             self._meter.begin(now)
-            self._queue.append(_Message(stream, header, segment, size_bytes))
+        self._queue.extend(messages)
         self._outbox.push()
 
     def drop(self, stream: PostedStream) -> None:
@@ -232,9 +231,9 @@ class PostedStream(WriteStream):
         if not self._released <= upto <= len(self._segments):
             raise ValueError(f"release({upto}): expected {self._released} to {len(self._segments)}")
         fresh = self._segments[self._released : upto]
-        self._released = upto
         if fresh and self._error is None:
             self._pair.post(self, fresh)
+        self._released = upto
 
     @property
     def placed(self) -> int:

@@ -1,0 +1,76 @@
+"""Port and transfer counters, told the time by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emulator.fabric.interface import Transfer, VirtualLane
+from emulator.fabric.meter import Books
+from tests.within import assert_within
+
+messages = st.lists(
+    st.tuples(st.floats(0, 100), st.floats(0, 10), st.integers(0, 1 << 20), st.booleans()), min_size=1, max_size=30
+)
+
+
+@given(messages)
+def test_busy_is_the_union_of_what_was_outstanding(spans: list[tuple[float, float, int, bool]]) -> None:
+    """Overlapping messages are busy once; dropped ones are busy but move nothing; windows sum to the bytes."""
+    meter = Books(0.5).port("cnic0", "read", VirtualLane.KV)
+    events = sorted(
+        [(start, 0, size, kept) for start, _, size, kept in spans]
+        + [(start + length, 1, size, kept) for start, length, size, kept in spans],
+        key=lambda event: event[:2],
+    )
+    for at, kind, size, kept in events:
+        if kind == 0:
+            meter.begin(at)
+        elif kept:
+            meter.end(at, size)
+        else:
+            meter.drop(at)
+    busy, reach = 0.0, 0.0
+    for start, length, _, _ in sorted(spans):
+        busy += max(0.0, start + length - max(start, reach))
+        reach = max(reach, start + length)
+    record = meter.record(1000.0)
+    assert_within(record.busy_s, busy, absolute=1e-6, what="busy seconds")
+    assert record.payload_bytes == sum(record.windows) == sum(size for _, _, size, kept in spans if kept)
+    assert record.messages == sum(kept for *_, kept in spans)
+
+
+def test_a_running_message_is_busy_until_now() -> None:
+    """A record taken in the middle counts the time so far and no bytes."""
+    meter = Books(1.0).port("snic0", "write", VirtualLane.MODEL)
+    meter.begin(2.0)
+    assert meter.record(5.0).busy_s == 3.0
+    assert meter.record(5.0).payload_bytes == 0
+
+
+def test_records_come_sorted_and_by_name() -> None:
+    """Ports by NIC, direction and lane; transfers by number, source and destination, each side on its own."""
+    books = Books(1.0)
+    for nic, direction in (("snic0", "read"), ("cnic0", "write"), ("cnic0", "read")):
+        books.port(nic, "read" if direction == "read" else "write", VirtualLane.KV)
+    assert [(p.nic, p.direction) for p in books.ports(0.0)] == [
+        ("cnic0", "read"),
+        ("cnic0", "write"),
+        ("snic0", "read"),
+    ]
+    for dst, size in (("b", 1), ("a", 2), ("b", 4)):
+        books.count_sent(Transfer.DE_LOAD, "x", dst, size)
+    books.count_received(Transfer.PE_READ, "y", "x", 8)
+    assert [(t.transfer, t.dst, t.payload_bytes, t.messages) for t in books.sent()] == [
+        ("DE_LOAD", "a", 2, 1),
+        ("DE_LOAD", "b", 5, 2),
+    ]
+    assert [(t.transfer, t.src, t.payload_bytes) for t in books.received()] == [("PE_READ", "y", 8)]
+
+
+@pytest.mark.parametrize("window_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_window_has_a_width(window_s: float) -> None:
+    """Windows of no, negative or endless width are refused."""
+    with pytest.raises(ValueError, match="window_s"):
+        Books(window_s)
