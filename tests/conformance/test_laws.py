@@ -444,7 +444,7 @@ def test_a_message_has_bytes(kind: Kind) -> None:
 
     async def law(bed: Bed) -> None:
         src, here = bed.fabrics["pe0"], bed.regions["pe0"]
-        with pytest.raises(ValueError, match="at least one|1 to"):
+        with pytest.raises(ValueError, match=r"at least one|1 to"):
             await src.write(data(at("pe0"), at("de0")), here, Segment((), ()))
 
     run_law(kind, law)
