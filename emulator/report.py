@@ -237,17 +237,24 @@ def _number(value: Fraction) -> int | float:
 
 
 def table(entries: Sequence[dict[str, Any]]) -> RenderableType:
-    """Runs side by side, one a row, each JCT also as a multiple of the first's; what is wrong stands below."""
-    grid = Table(title="All times are model seconds", title_justify="left", title_style="dim")
-    for name in ("system", "path", "fabric"):
+    """Runs side by side, one a row, each JCT also as a multiple of the first's; what is wrong stands below.
+
+    Times are model seconds. Fits 80 columns.
+    """
+    grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("system", "path"):
         grid.add_column(name, no_wrap=True)
-    for name in ("done", "JCT s", "x first", "TTFT s", "p99", "TPOT ms", "pe : de", "hit %", "SNIC max/avg"):
+    for name in ("done", "JCT\ns", "times\nfirst", "TTFT\ns", "\np99"):
         grid.add_column(name, justify="right", no_wrap=True)
-    grid.add_column("tokens", no_wrap=True)
-    grid.add_column("verdict", no_wrap=True)
+    for name in ("TPOT\nms", "pe:de\n%", "hit\n%", "SNIC\nmax/\navg"):
+        grid.add_column(name, justify="right", no_wrap=True)
+    for name in ("tokens", "verdict"):
+        grid.add_column(name, no_wrap=True)
+    mixed = len({entry["fabric"] for entry in entries}) > 1
     notes: list[Text] = []
     for entry in entries:
-        grid.add_row(*_cells(entry, entries[0]))
+        system = f"{entry['system']} ({entry['fabric']})" if mixed else entry["system"]
+        grid.add_row(system, *_cells(entry, entries[0]))
         notes += _notes(entry)
     return Group(grid, *notes)
 
@@ -255,20 +262,18 @@ def table(entries: Sequence[dict[str, Any]]) -> RenderableType:
 def _cells(entry: dict[str, Any], first: dict[str, Any]) -> list[str | Text]:
     jct, base = entry["jct_s"], first["jct_s"]
     ttft, tpot, share = entry["ttft_s"], entry["tpot_s"], entry["path_share"]
-    requests = entry["requests"]
+    done, total = entry["requests"]["done"], entry["requests"]["total"]
     equal = {True: Text("equal", "green"), False: Text("DIFFER", "bold red"), None: Text("-")}
     valid = entry["verdict"] == "valid"
     return [
-        entry["system"],
         entry["path"],
-        entry["fabric"],
-        f"{requests['done']}/{requests['total']}",
-        _cell(jct, "{:.2f}"),
+        str(total) if done == total else f"{done}/{total}",
+        _cell(jct, "{:.2f}" if jct is not None and jct < 100 else "{:.1f}"),
         _cell(jct / base if jct is not None and base else None, "{:.3f}"),
         _cell(ttft and ttft["mean"], "{:.3f}"),
         _cell(ttft and ttft["p99"], "{:.3f}"),
         _cell(tpot and 1e3 * tpot["p50"], "{:.1f}"),
-        "-" if share["pe"] is None else f"{100 * share['pe']:.0f} : {100 * share['de']:.0f}",
+        "-" if share["pe"] is None else f"{100 * share['pe']:.0f}:{100 * share['de']:.0f}",
         _cell(entry["hit_ratio"] and 100 * entry["hit_ratio"], "{:.1f}"),
         _cell(entry["snic_max_over_avg"], "{:.2f}"),
         equal[entry["tokens_equal"]],

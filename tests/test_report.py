@@ -52,8 +52,8 @@ def nothing_done() -> FinishedRun:
     )
 
 
-def shown(*entries: dict[str, Any]) -> str:
-    console = Console(width=200, file=io.StringIO())
+def shown(*entries: dict[str, Any], width: int = 200) -> str:
+    console = Console(width=width, file=io.StringIO())
     with console.capture() as printed:
         console.print(report.table(entries))
     return printed.get()
@@ -110,6 +110,23 @@ def test_the_table_compares_with_the_first_run() -> None:
     assert "2.000" in text
     assert "dualpath --path pe: invalid: pe0: timers late" in text
     assert "a dilation of 25 would do" in text
+    assert "(tcp)" not in text
+
+
+def test_the_table_fits_a_terminal() -> None:
+    """Eighty columns cut nothing off."""
+    run = finished(evidence=evidence(37, 3))
+    entry = report.build_report(run)
+    assert "…" not in shown(entry, entry | {"verdict": "invalid"}, width=80)
+
+
+def test_the_table_tells_fabrics_apart_where_they_differ() -> None:
+    """Runs on sockets and in virtual time side by side are marked as such."""
+    run = finished()
+    entry = report.build_report(run)
+    text = shown(entry, entry | {"fabric": "fluid"})
+    assert "dualpath (tcp)" in text
+    assert "dualpath (fluid)" in text
 
 
 @pytest.mark.parametrize("fabric", ["tcp", "fluid"])
