@@ -1,0 +1,40 @@
+"""What a finished run is held against: the reference's tokens, and which turns continue their predecessors.
+
+Pure, and the most of a small run's CPU time, so it comes after the run and not beside it. Must not import a
+fabric or ``topology``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from .client import request_id
+from .config import RunConfig
+from .deployment import Deployment
+from .models.reference import Prompt, reference_tokens
+from .workload import Workload
+
+__all__ = ["continuing_turns", "expected_tokens"]
+
+
+def expected_tokens(run: RunConfig, workload: Workload) -> dict[str, tuple[int, ...]]:
+    """The tokens of a single process that never saw a network, by request id."""
+    return reference_tokens(Deployment(run).load_backend(), _prompts(workload))
+
+
+def continuing_turns(workload: Workload) -> dict[str, bool]:
+    """For every turn but a first: does its prompt begin with all of its predecessor's prompt and output?"""
+    found = {}
+    for trajectory in workload.trajectories:
+        for turn in range(1, len(trajectory.turns)):
+            before, prompt = trajectory.context(turn - 1), trajectory.prompt(turn)
+            found[request_id(trajectory, turn)] = np.array_equal(before, prompt[: len(before)])
+    return found
+
+
+def _prompts(workload: Workload) -> Iterator[Prompt]:
+    for trajectory in workload.trajectories:
+        for turn in range(len(trajectory.turns)):
+            yield request_id(trajectory, turn), trajectory.id, trajectory.prompt(turn), trajectory.output(turn)
