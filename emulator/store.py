@@ -25,7 +25,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -42,13 +42,12 @@ from .kvcache import ID_BYTES, KEY_BYTES, BlockId, key_of
 __all__ = ["Appended", "BlockStore", "FileStore", "MemoryStore", "open_store", "split_blocks"]
 
 Blocks = Sequence[tuple[BlockId, memoryview]]
-_Run = tuple[int, bytes, bytes]
+_Row = tuple[int, bytes, bytes]
 
 SEGMENT_BYTES = 64 << 20
 _CHECKSUM_BYTES = 8
 _OPEN_SEGMENTS = 64
 _IOV_MAX = 1024
-_CHUNK_BYTES = 256 << 10  # checksummed while still in the processor's cache
 _FORMAT = 1
 _SEGMENT_NAMES = "segment-" + "[0-9]" * 6 + ".kv"
 
@@ -70,20 +69,27 @@ def split_blocks(memory: npt.NDArray[np.uint8], block_bytes: int) -> list[memory
 
 
 class BlockStore(ABC):
-    """Blocks of ``block_bytes`` bytes by id. ``with``: leaving it closes it."""
+    """Blocks of ``block_bytes`` bytes by id. ``with``: leaving it closes it.
+
+    What is kept where, and which ids are there, is common to all stores: block *n* to be stored has slot *n*.
+    """
 
     def __init__(self, block_bytes: int) -> None:
         if block_bytes < 1:
             raise ValueError(f"block_bytes = {block_bytes}: expected 1 or more")
         self.block_bytes = block_bytes
-        self._keys: set[bytes] = set()
+        self._slots: dict[bytes, int] = {}
+        """By key: with whole ids as keys of the dict, collisions would need another one."""
+        self._ids = bytearray()
+        """The ids of slots 0 .. end - 1, end to end; those of forgotten blocks are stale."""
         self._closed = False
 
-    @abstractmethod
-    def __contains__(self, block: object) -> bool: ...
+    def __contains__(self, block: BlockId) -> bool:
+        slot = self._slots.get(key_of(block))
+        return slot is not None and self._id(slot) == block
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self._slots)
 
     def append(self, blocks: Blocks) -> Appended:
         """Commit a batch: all its new blocks become visible together, or none does.
@@ -95,46 +101,56 @@ class BlockStore(ABC):
         ids = [block for block, _ in blocks]
         payloads = [payload for _, payload in blocks]
         self._check_sizes(payloads)
-        keys = {block[:KEY_BYTES] for block in ids}
+        keys = [block[:KEY_BYTES] for block in ids]
         collided: tuple[BlockId, ...] = ()
-        if len(keys) < len(ids) or not keys.isdisjoint(self._keys):
+        if len(set(keys)) < len(keys) or not self._slots.keys().isdisjoint(keys):
             ids, payloads, collided = self._sift(blocks)
-            keys = {block[:KEY_BYTES] for block in ids}
+            keys = [block[:KEY_BYTES] for block in ids]
         if ids:
-            self._keep(ids, payloads)
-            self._keys |= keys
+            joined, end = b"".join(ids), self._end
+            if len(joined) != len(ids) * ID_BYTES:
+                raise ValueError(
+                    f"block ids of {len(joined)} bytes for {len(ids)} blocks: expected {ID_BYTES} each"
+                )
+            self._keep(joined, payloads)
+            self._ids += joined
+            self._slots.update(zip(keys, range(end, end + len(ids)), strict=True))
         return Appended(len(ids), len(blocks) - len(ids) - len(collided), collided)
 
-    def _sift(self, blocks: Blocks) -> tuple[list[BlockId], list[memoryview], tuple[BlockId, ...]]:
-        """The ids and payloads of the blocks that are new, each once, and the ids whose key is another's."""
-        fresh: dict[bytes, tuple[BlockId, memoryview]] = {}
-        collided = []
-        for block, payload in blocks:
-            key = key_of(block)
-            if key in self._keys:
-                if block not in self:
-                    collided.append(block)
-            elif fresh.setdefault(key, (block, payload))[0] != block:
-                collided.append(block)
-        return [block for block, _ in fresh.values()], [payload for _, payload in fresh.values()], tuple(collided)
-
-    @abstractmethod
     def read(self, ids: Sequence[BlockId], out: Sequence[memoryview]) -> None:
         """Fill ``out[i]`` (writable, ``block_bytes`` long) with block ``ids[i]``, every checksum verified.
 
         Raises StoreError naming the block that is missing or broken; ``out`` is undefined then.
         """
+        self._check_open()
+        if len(ids) != len(out):
+            raise ValueError(f"{len(ids)} blocks to read into {len(out)} buffers")
+        self._check_sizes(out)
+        try:
+            slots = [self._slots[block[:KEY_BYTES]] for block in ids]
+        except KeyError:
+            raise self._missing(ids) from None
+        for begin, count in self._runs(slots):
+            slot = slots[begin]
+            if self._joined_ids(slot, count) != b"".join(ids[begin : begin + count]):
+                raise self._missing(ids)
+            self._fetch(slot, out[begin : begin + count])
 
     def read_into(self, ids: Sequence[BlockId], memory: npt.NDArray[np.uint8]) -> None:
         """Read blocks end to end into ``memory`` (uint8, len(ids) x block_bytes)."""
         self.read(ids, split_blocks(memory, self.block_bytes))
 
     def retain(self, ids: Collection[BlockId]) -> int:
-        """Forget every block that is not among ``ids``; return how many were forgotten."""
+        """Forget every block that is not among ``ids``; return how many were forgotten.
+
+        Raises StoreError (definite: nothing was forgotten) when the index cannot be changed.
+        """
         self._check_open()
-        keep = set(ids)
-        gone = self._forget(keep)
-        self._keys = {key_of(block) for block in keep if block in self}
+        kept = {key_of(block): self._slots[key_of(block)] for block in ids if block in self}
+        gone = len(self) - len(kept)
+        self._forget(sorted(kept.values()))
+        self._slots = kept
+        del self._ids[(max(kept.values(), default=-1) + 1) * ID_BYTES :]
         return gone
 
     def clear(self) -> int:
@@ -149,26 +165,57 @@ class BlockStore(ABC):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 
     @abstractmethod
-    def _keep(self, ids: Sequence[BlockId], payloads: Sequence[memoryview]) -> None:
-        """Commit blocks that are new, all or none."""
+    def _keep(self, ids: bytes, payloads: Sequence[memoryview]) -> None:
+        """Commit blocks (their joined ids, their bytes) to the slots from ``_end`` on, all or none."""
 
     @abstractmethod
-    def _forget(self, keep: set[BlockId]) -> int: ...
+    def _fetch(self, slot: int, out: Sequence[memoryview]) -> None:
+        """Fill ``out`` from one run of slots that are in use."""
+
+    @abstractmethod
+    def _forget(self, kept: Sequence[int]) -> None:
+        """Drop all slots but those in ``kept`` (ascending) for good."""
+
+    @abstractmethod
+    def _runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Cut ``slots`` into (index, count) of neighbours that can be fetched at once."""
+
+    @property
+    def _end(self) -> int:
+        """The slot behind the last one in use."""
+        return len(self._ids) // ID_BYTES
+
+    def _joined_ids(self, slot: int, count: int) -> bytearray:
+        return self._ids[slot * ID_BYTES : (slot + count) * ID_BYTES]
+
+    def _id(self, slot: int) -> BlockId:
+        return BlockId(bytes(self._joined_ids(slot, 1)))
+
+    def _sift(self, blocks: Blocks) -> tuple[list[BlockId], list[memoryview], tuple[BlockId, ...]]:
+        """The ids and payloads of the blocks that are new, each once, and the ids whose key is another's."""
+        fresh: dict[bytes, tuple[BlockId, memoryview]] = {}
+        collided = []
+        for block, payload in blocks:
+            key = key_of(block)
+            if key in self._slots:
+                if block not in self:
+                    collided.append(block)
+            elif fresh.setdefault(key, (block, payload))[0] != block:
+                collided.append(block)
+        return [block for block, _ in fresh.values()], [payload for _, payload in fresh.values()], tuple(collided)
+
+    def _missing(self, ids: Sequence[BlockId]) -> StoreError:
+        block = next(block for block in ids if block not in self)
+        return StoreError(f"{self}: block {_name(block)} is not in the store ({len(self)} blocks are)")
 
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("the store is closed")
-
-    def _check_out(self, ids: Sequence[BlockId], out: Sequence[memoryview]) -> None:
-        self._check_open()
-        if len(ids) != len(out):
-            raise ValueError(f"{len(ids)} blocks to read into {len(out)} buffers")
-        self._check_sizes(out)
 
     def _check_sizes(self, views: Sequence[memoryview]) -> None:
         sizes = [view.nbytes for view in views]
@@ -181,29 +228,23 @@ class MemoryStore(BlockStore):
 
     def __init__(self, block_bytes: int) -> None:
         super().__init__(block_bytes)
-        self._blocks: dict[BlockId, bytes] = {}
+        self._payloads: dict[int, bytes] = {}
 
-    def __contains__(self, block: object) -> bool:
-        return block in self._blocks
+    def __str__(self) -> str:
+        return "the store in memory"
 
-    def __len__(self) -> int:
-        return len(self._blocks)
+    def _keep(self, ids: bytes, payloads: Sequence[memoryview]) -> None:
+        self._payloads.update(enumerate(map(bytes, payloads), self._end))
 
-    def read(self, ids: Sequence[BlockId], out: Sequence[memoryview]) -> None:
-        self._check_out(ids, out)
-        for block, view in zip(ids, out, strict=True):
-            payload = self._blocks.get(block)
-            if payload is None:
-                raise StoreError(f"block {_name(block)} is not in the store ({len(self)} blocks in memory)")
-            view[:] = payload
+    def _fetch(self, slot: int, out: Sequence[memoryview]) -> None:
+        for at, view in enumerate(out, slot):
+            view[:] = self._payloads[at]
 
-    def _keep(self, ids: Sequence[BlockId], payloads: Sequence[memoryview]) -> None:
-        self._blocks.update(zip(ids, map(bytes, payloads), strict=True))
+    def _forget(self, kept: Sequence[int]) -> None:
+        self._payloads = {slot: self._payloads[slot] for slot in kept}
 
-    def _forget(self, keep: set[BlockId]) -> int:
-        before = len(self._blocks)
-        self._blocks = {block: payload for block, payload in self._blocks.items() if block in keep}
-        return before - len(self._blocks)
+    def _runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+        return ((i, 1) for i in range(len(slots)))
 
 
 class _Segments:
@@ -213,18 +254,17 @@ class _Segments:
         self.directory = directory
         self.block_bytes = block_bytes
         self.slots = slots
-        self.chunk = max(1, min(_IOV_MAX, _CHUNK_BYTES // block_bytes))
         self._open: dict[int, int] = {}
 
     def path(self, segment: int) -> Path:
         return self.directory / f"segment-{segment:06d}.kv"
 
     def runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Cut ``slots`` into (index, count) of neighbours in one file, at most ``chunk`` at a time."""
+        """Cut ``slots`` into (index, count) of neighbours in one file, none longer than a system call takes."""
         begin, total = 0, len(slots)
         while begin < total:
             first = slots[begin]
-            limit = min(total - begin, self.slots - first % self.slots, self.chunk)
+            limit = min(total - begin, self.slots - first % self.slots, _IOV_MAX)
             count = limit
             if slots[begin : begin + limit] != list(range(first, first + limit)):
                 count = 1
@@ -234,10 +274,16 @@ class _Segments:
             begin += count
 
     def write(self, slot: int, payloads: Sequence[memoryview]) -> None:
-        """Write ``payloads`` to one run of slots. Raises OSError; what is in those slots is then undefined."""
-        segment, at = divmod(slot, self.slots)
-        file = self._file(segment, os.O_CREAT)
-        offset, wanted = at * self.block_bytes, len(payloads) * self.block_bytes
+        """Write ``payloads`` to the slots from ``slot`` on. Raises OSError; what is in them is then undefined."""
+        done = 0
+        while done < len(payloads):
+            segment, at = divmod(slot + done, self.slots)
+            part = payloads[done : done + min(self.slots - at, _IOV_MAX)]
+            self._write_run(self._file(segment, os.O_CREAT), part, at * self.block_bytes)
+            done += len(part)
+
+    def _write_run(self, file: int, payloads: Sequence[memoryview], offset: int) -> None:
+        wanted = len(payloads) * self.block_bytes
         done = os.pwritev(file, payloads, offset)
         while done < wanted:
             block, skip = divmod(done, self.block_bytes)
@@ -269,14 +315,18 @@ class _Segments:
         sizes = {int(path.stem[8:]): path.stat().st_size for path in self.directory.glob(_SEGMENT_NAMES)}
         return {segment: size // self.block_bytes for segment, size in sizes.items()}
 
-    def cut(self, end: int, live: Collection[int]) -> None:
-        """Give back the bytes from slot ``end`` on and the files of segments that are not ``live``."""
+    def cut(self, kept: Iterable[int]) -> None:
+        """Give back what no slot in ``kept`` needs: whole files, and the bytes behind the last slot."""
+        ends: dict[int, int] = {}
+        for slot in kept:
+            segment, at = divmod(slot, self.slots)
+            ends[segment] = max(ends.get(segment, 0), at + 1)
         for segment in self.blocks_in_files():
-            if segment not in live:
+            if segment not in ends:
                 self._close(segment)
                 self.path(segment).unlink()
-            elif segment == end // self.slots:
-                os.truncate(self.path(segment), end % self.slots * self.block_bytes)
+            elif segment == max(ends):
+                os.truncate(self.path(segment), ends[segment] * self.block_bytes)
 
     def close(self) -> None:
         for segment in tuple(self._open):
@@ -311,125 +361,101 @@ class FileStore(BlockStore):
         try:
             slots = self._index.prepare(block_bytes, max(1, segment_bytes // block_bytes))
             self._segments = _Segments(directory, block_bytes, slots)
-            self._slots: dict[BlockId, int] = {}
             self._checksums = bytearray()
             self.dropped = self._load()
         except BaseException:
             self._index.close()
             raise
 
-    def __contains__(self, block: object) -> bool:
-        return block in self._slots
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def read(self, ids: Sequence[BlockId], out: Sequence[memoryview]) -> None:
-        self._check_out(ids, out)
-        try:
-            slots = list(map(self._slots.__getitem__, ids))
-        except KeyError as missing:
-            raise StoreError(f"{self.directory}: block {_name(missing.args[0])} is not in the store") from None
-        for begin, count in self._segments.runs(slots):
-            slot, views = slots[begin], out[begin : begin + count]
-            try:
-                whole = self._segments.read(slot, views)
-            except OSError as error:
-                raise StoreError(f"{self._where(ids[begin], slot)}: not readable: {error}") from error
-            got = b"".join(map(xxh3_64_digest, views))
-            expected = self._checksums[slot * _CHECKSUM_BYTES : (slot + count) * _CHECKSUM_BYTES]
-            if not whole or got != expected:
-                bad = next(
-                    (i for i in range(count) if _checksum(got, i) != _checksum(expected, i)),
-                    count - 1,
-                )
-                raise StoreError(f"{self._where(ids[begin + bad], slot + bad)}: its bytes are not those stored")
+    def __str__(self) -> str:
+        return str(self.directory)
 
     def close(self) -> None:
         super().close()
         self._segments.close()
         self._index.close()
 
-    def _keep(self, ids: Sequence[BlockId], payloads: Sequence[memoryview]) -> None:
-        first = self._end
-        slots = list(range(first, first + len(ids)))
-        checksums = b""
+    def _keep(self, ids: bytes, payloads: Sequence[memoryview]) -> None:
+        first, count = self._end, len(payloads)
+        checksums = b"".join(map(xxh3_64_digest, payloads))
         try:
-            for begin, count in self._segments.runs(slots):
-                views = payloads[begin : begin + count]
-                checksums += b"".join(map(xxh3_64_digest, views))
-                self._segments.write(slots[begin], views)
+            self._segments.write(first, payloads)
             if self.durable:
-                self._segments.sync(first, len(ids))
-            self._index.insert((first, b"".join(ids), checksums))
+                self._segments.sync(first, count)
+            self._index.insert((first, ids, checksums))
         except (OSError, sqlite3.Error) as error:
             # Room for what comes next; bytes that stay behind the last slot do no harm.
             with suppress(OSError):
-                self._cut()
+                self._segments.cut(self._slots.values())
             raise StoreError(
-                f"{self.directory}: {len(ids)} blocks of {self.block_bytes} bytes not stored: {error}",
-                definite=True,
+                f"{self}: {count} blocks of {self.block_bytes} bytes not stored: {error}", definite=True
             ) from error
-        self._slots.update(zip(ids, slots, strict=True))
         self._checksums += checksums
 
-    def _forget(self, keep: set[BlockId]) -> int:
-        kept = {block: slot for block, slot in self._slots.items() if block in keep}
+    def _fetch(self, slot: int, out: Sequence[memoryview]) -> None:
         try:
-            self._index.replace(self._runs(kept))
-        except sqlite3.Error as error:
-            raise StoreError(f"{self.directory}: blocks not forgotten: {error}", definite=True) from error
-        gone = len(self._slots) - len(kept)
-        self._slots = kept
-        del self._checksums[(max(kept.values(), default=-1) + 1) * _CHECKSUM_BYTES :]
-        try:
-            self._cut()
+            whole = self._segments.read(slot, out)
         except OSError as error:
-            raise StoreError(f"{self.directory}: space of forgotten blocks not given back: {error}") from error
-        return gone
+            raise StoreError(f"{self._where(slot)}: not readable: {error}") from error
+        got = b"".join(map(xxh3_64_digest, out))
+        expected = self._joined_checksums(slot, len(out))
+        if not whole or got != expected:
+            pairs = zip(_pieces(got, _CHECKSUM_BYTES), _pieces(expected, _CHECKSUM_BYTES), strict=True)
+            bad = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), len(out) - 1)
+            raise StoreError(f"{self._where(slot + bad)}: its bytes are not those stored")
 
-    def _runs(self, slots: Mapping[BlockId, int]) -> Iterator[_Run]:
-        """The index rows of ``slots``."""
-        ordered = sorted((slot, block) for block, slot in slots.items())
-        for begin, count in self._segments.runs([slot for slot, _ in ordered]):
-            run = ordered[begin : begin + count]
-            checksums = self._checksums[run[0][0] * _CHECKSUM_BYTES : (run[-1][0] + 1) * _CHECKSUM_BYTES]
-            yield run[0][0], b"".join(block for _, block in run), bytes(checksums)
+    def _forget(self, kept: Sequence[int]) -> None:
+        try:
+            self._index.replace(self._rows(kept))
+        except sqlite3.Error as error:
+            raise StoreError(f"{self}: blocks not forgotten: {error}", definite=True) from error
+        del self._checksums[(kept[-1] + 1 if kept else 0) * _CHECKSUM_BYTES :]
+        # What cannot be given back now is given back at the next opening.
+        with suppress(OSError):
+            self._segments.cut(kept)
 
-    @property
-    def _end(self) -> int:
-        """The slot behind the last one in use."""
-        return len(self._checksums) // _CHECKSUM_BYTES
+    def _runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
+        return self._segments.runs(slots)
+
+    def _rows(self, slots: Sequence[int]) -> Iterator[_Row]:
+        """The index rows of ``slots`` (ascending)."""
+        for begin, count in self._segments.runs(slots):
+            first = slots[begin]
+            yield first, bytes(self._joined_ids(first, count)), bytes(self._joined_checksums(first, count))
 
     def _load(self) -> tuple[BlockId, ...]:
         """Fill the memory of the index; what the files do not have is dropped from it and returned."""
         present = self._segments.blocks_in_files()
-        rows, lost = 0, []
-        for first, ids, checksums in self._index.runs():
-            self._checksums += bytes(first * _CHECKSUM_BYTES - len(self._checksums)) + checksums
-            for i in range(len(ids) // ID_BYTES):
+        lost, rows = [], 0
+        for first, ids, checksums in self._index.rows():
+            gap = first - self._end
+            if gap < 0 or len(ids) // ID_BYTES != len(checksums) // _CHECKSUM_BYTES:
+                raise StoreError(f"{self._index.path}: row {first} of the index is broken")
+            self._ids += bytes(gap * ID_BYTES) + ids
+            self._checksums += bytes(gap * _CHECKSUM_BYTES) + checksums
+            for slot in range(first, self._end):
                 rows += 1
-                block = BlockId(ids[i * ID_BYTES : (i + 1) * ID_BYTES])
-                segment, at = divmod(first + i, self._segments.slots)
+                segment, at = divmod(slot, self._segments.slots)
                 if at < present.get(segment, 0):
-                    self._slots[block] = first + i
+                    self._slots[key_of(self._id(slot))] = slot
                 else:
-                    lost.append(block)
-        self._keys = {key_of(block) for block in self._slots}
-        if len(self._keys) + len(lost) != rows:
-            raise StoreError(f"{self._index.path}: {rows} blocks of {len(self._keys)} keys: not our index")
+                    lost.append(self._id(slot))
+        if len(self._slots) + len(lost) != rows:
+            raise StoreError(f"{self._index.path}: {rows} blocks of {len(self._slots)} keys: not our index")
+        slots = sorted(self._slots.values())
         if lost:
-            self._index.replace(self._runs(self._slots))
-            del self._checksums[(max(self._slots.values(), default=-1) + 1) * _CHECKSUM_BYTES :]
-        self._cut()
+            self._index.replace(self._rows(slots))
+            end = slots[-1] + 1 if slots else 0
+            del self._ids[end * ID_BYTES :], self._checksums[end * _CHECKSUM_BYTES :]
+        self._segments.cut(slots)
         return tuple(lost)
 
-    def _cut(self) -> None:
-        self._segments.cut(self._end, {slot // self._segments.slots for slot in self._slots.values()})
+    def _joined_checksums(self, slot: int, count: int) -> bytearray:
+        return self._checksums[slot * _CHECKSUM_BYTES : (slot + count) * _CHECKSUM_BYTES]
 
-    def _where(self, block: BlockId, slot: int) -> str:
+    def _where(self, slot: int) -> str:
         segment, at = divmod(slot, self._segments.slots)
-        return f"{self._segments.path(segment)}: block {_name(block)} at byte {at * self.block_bytes}"
+        return f"{self._segments.path(segment)}: block {_name(self._id(slot))} at byte {at * self.block_bytes}"
 
 
 class _Index:
@@ -457,7 +483,7 @@ class _Index:
             )
             self._db.execute(
                 "CREATE TABLE IF NOT EXISTS run "
-                "(slot INTEGER PRIMARY KEY, ids BLOB NOT NULL, checksums BLOB NOT NULL)"
+                "(slot INTEGER PRIMARY KEY, ids BLOB NOT NULL, checksums BLOB NOT NULL) STRICT"
             )
             row = self._db.execute("SELECT format, block_bytes, segment_slots FROM store").fetchone()
             if row is None:
@@ -470,19 +496,19 @@ class _Index:
             )
         return int(row[2])
 
-    def runs(self) -> Iterator[_Run]:
-        """All rows in slot order."""
+    def rows(self) -> Iterator[_Row]:
+        """(first slot, joined ids, joined checksums) of every run, in slot order."""
         yield from self._db.execute("SELECT slot, ids, checksums FROM run ORDER BY slot")
 
-    def insert(self, run: _Run) -> None:
+    def insert(self, row: _Row) -> None:
         """Add a row; one statement is a transaction."""
-        self._db.execute("INSERT INTO run VALUES (?, ?, ?)", run)
+        self._db.execute("INSERT INTO run VALUES (?, ?, ?)", row)
 
-    def replace(self, runs: Iterable[_Run]) -> None:
-        """Let ``runs`` be all the rows, in one transaction."""
+    def replace(self, rows: Iterable[_Row]) -> None:
+        """Let ``rows`` be all there are, in one transaction."""
         with self._transaction():
             self._db.execute("DELETE FROM run")
-            self._db.executemany("INSERT INTO run VALUES (?, ?, ?)", runs)
+            self._db.executemany("INSERT INTO run VALUES (?, ?, ?)", rows)
 
     def close(self) -> None:
         self._db.close()
@@ -518,8 +544,8 @@ def open_store(
         raise StoreError(f"{directory}: the store cannot be opened: {error}", definite=True) from error
 
 
-def _checksum(joined: bytes | bytearray, i: int) -> bytes | bytearray:
-    return joined[i * _CHECKSUM_BYTES : (i + 1) * _CHECKSUM_BYTES]
+def _pieces(joined: bytes | bytearray, size: int) -> list[bytes | bytearray]:
+    return [joined[at : at + size] for at in range(0, len(joined), size)]
 
 
 def _sync_directory(directory: Path) -> None:

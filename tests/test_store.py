@@ -506,7 +506,7 @@ def test_a_directory_that_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
     with in_files(tmp_path / "twice") as store:
         store.append(batch([1, 2]))
     with sqlite3.connect(tmp_path / "twice" / "index.sqlite") as database:
-        database.execute("UPDATE run SET ids = substr(ids, 1, 32) || substr(ids, 1, 32)")
+        database.execute("UPDATE run SET ids = CAST(substr(ids, 1, 32) || substr(ids, 1, 32) AS BLOB)")
     database.close()
     with pytest.raises(StoreError, match="2 blocks of 1 keys"):
         in_files(tmp_path / "twice")
