@@ -6,6 +6,7 @@ each wait, none for a call that the kernel answers at once.
 
 from __future__ import annotations
 
+import resource
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from typing import NoReturn
 
 import msgspec
 import trio
+
+from ..errors import EmulatorError
 
 __all__ = [
     "Buffer",
@@ -112,6 +115,12 @@ async def accept(listener: socket.socket, tos: int, window: Window | None) -> so
             sock, _ = listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             continue
+        except OSError as error:
+            files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            address = listener.getsockname()[0]
+            raise EmulatorError(
+                f"{address}: cannot take a connection: {error.strerror}; ulimit -n is {files}, raise it"
+            ) from None
         try:
             _prepare(sock, tos, window)
         except OSError:

@@ -190,7 +190,8 @@ class TcpFabric(Fabric):
         """A connection to ``node`` broke. If that means the node is gone, fail all else that needs it."""
         if isinstance(error, PeerLost):
             self._rpc.lose(node, error)
-            for pair in [pair for key, pair in self._pairs.items() if key[1].node == node]:
+            # Out of the table first, or each would bring down the next from inside.
+            for pair in [self._pairs.pop(key) for key in list(self._pairs) if key[1].node == node]:
                 pair.fail(error)
 
     async def serve_endpoint(self, listener: socket.socket, endpoint: Endpoint) -> None:
