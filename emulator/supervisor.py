@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -71,17 +72,23 @@ def main() -> None:
     """Bring one cluster up, keep it, take it down. Exit code 0 if it was asked to end."""
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
-    supervisor: _Supervisor | None = None
+    terminal = os.dup(2)
     try:
         with ExitStack() as stack:
             request = msgspec.json.decode(_first_line(), type=control.UpRequest)
             supervisor = _Supervisor(request, stack)
             supervisor.prepare()
-            trio.run(supervisor.serve)
+            trio.run(supervisor.serve, terminal)
     except _Stop:
         return
     except (EmulatorError, TopologyError, isolate.IsolationError) as error:
         _report(control.Failed.of(_as_error(error)))
+        raise SystemExit(1) from None
+    except Exception as error:
+        # Ours, not the user's; the log is gone with the cluster, so the trace goes to whoever started it.
+        with suppress(OSError):
+            os.write(terminal, traceback.format_exc().encode())
+        _report(control.Failed(EmulatorError.code, f"the supervisor failed: {type(error).__name__}: {error}"))
         raise SystemExit(1) from None
 
 
@@ -231,7 +238,6 @@ class _Supervisor:
         self._nodes: dict[str, _Node] = {}
         self._runs = 0
         self._busy = False
-        self._detached = False
         self._broken: str | None = None
 
     def prepare(self) -> None:
@@ -264,7 +270,10 @@ class _Supervisor:
         with ExitStack() as opened:
             holders = {}
             for node in self._nodes.values():
-                holders[node.name] = netns_fd_of_pid(node.process.pid)
+                try:
+                    holders[node.name] = netns_fd_of_pid(node.process.pid)
+                except FileNotFoundError:
+                    raise EmulatorError(node.obituary(node.process.wait())) from None
                 opened.callback(os.close, holders[node.name])
             spec = cluster_spec(self._run)
             self._network = realise(spec, AddressPlan(spec), emulated_rates(self._run), holders)
@@ -299,12 +308,15 @@ class _Supervisor:
             # A command of `emulate exec` whose own parent is stopped: dead, but not reaped.
             log.warning("processes_not_reaped")
 
-    async def serve(self) -> None:
-        """Wait for the nodes, say so, then answer the control socket until told to end."""
+    async def serve(self, terminal: int) -> None:
+        """Wait for the nodes, say so, then answer the control socket until told to end.
+
+        ``terminal``: a descriptor of the standard error of whoever started us, held until detached.
+        """
         async with trio.open_nursery() as nursery:
             self._scope = nursery.cancel_scope
             nursery.start_soon(self._watch_signals)
-            nursery.start_soon(self._watch_lifeline)
+            nursery.start_soon(self._watch_lifeline, terminal)
             for node in self._nodes.values():
                 node.adopt()
                 nursery.start_soon(node.pump, self._on_node_end)
@@ -343,7 +355,7 @@ class _Supervisor:
                 log.info("stopping", signal=signal.Signals(signum).name)
                 self._scope.cancel()
 
-    async def _watch_lifeline(self) -> None:
+    async def _watch_lifeline(self, terminal: int) -> None:
         stream = trio.lowlevel.FdStream(os.dup(0))
         heard = b""
         while chunk := await stream.receive_some(len(DETACH)):
@@ -353,6 +365,7 @@ class _Supervisor:
                 null = os.open(os.devnull, os.O_RDWR)
                 os.dup2(null, 0)
                 os.dup2(null, 1)
+                os.dup2(null, terminal)
                 os.close(null)
                 return
         log.info("stopping", lifeline="ended")
