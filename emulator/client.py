@@ -84,6 +84,10 @@ class Client:
         return t0_s, self._fabric.now(), tuple(self._records[name] for name in order)
 
     def _check(self, workload: Workload, decisions: Decisions | None) -> None:
+        layout, engine = self._deployment.layout, self._deployment.config.engine
+        longest = max((turn.prompt_tokens for t in workload.trajectories for turn in t.turns), default=1)
+        cached = layout.full_blocks(longest - 1) * layout.block_tokens
+        self._deployment.costs.check_covers(cached, max(longest, engine.batch_tokens))
         engines = {*self._deployment.pe_engines, *self._deployment.de_engines}
         recorded = None if decisions is None else {decision.request: decision for decision in decisions.requests}
         for trajectory in workload.trajectories:
@@ -97,10 +101,10 @@ class Client:
                     continue
                 if name not in recorded:
                     raise ConfigError(f"--decisions: no decision for request {name}; replay the same trace")
-                for engine in (recorded[name].pe, recorded[name].de):
-                    if engine not in engines:
+                for used in (recorded[name].pe, recorded[name].de):
+                    if used not in engines:
                         raise ConfigError(
-                            f"--decisions: request {name} ran on {engine}, which is not in this topology"
+                            f"--decisions: request {name} ran on {used}, which is not in this topology"
                         )
 
     async def _impose(self, decisions: Decisions) -> None:

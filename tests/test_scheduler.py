@@ -96,7 +96,7 @@ def test_a_refused_request_leaves_no_trace() -> None:
     """Its load is not booked and it is not among the decisions."""
 
     async def body(scheduler: Scheduler) -> None:
-        with pytest.raises(Refused, match="pe_hbm_kv_gb|de_buffer_gb|de_hbm_kv_gb"):
+        with pytest.raises(Refused, match=r"pe_hbm_kv_gb|de_buffer_gb|de_hbm_kv_gb"):
             await scheduler.submit(_ask("huge", prompt=10**9))
         decision = (await scheduler.submit(_ask("a"))).decision
         assert scheduler.decisions() == (decision,)

@@ -94,7 +94,7 @@ def test_calls_that_do_not_add_up_are_violations(call: tuple[object, object]) ->
             store = MemoryStore(SIZE)
             StorageNode(DEPLOYMENT, network.fabric("st0"), store)
             with pytest.raises(EmulatorError) as caught:
-                await network.fabric("de0").call("st0", *call)  # type: ignore[arg-type]
+                await network.fabric("de0").call("st0", *call)  # type: ignore[type-var,arg-type]
             assert isinstance(caught.value, ProtocolViolation)
             assert len(store) == 0
 

@@ -56,8 +56,8 @@ def test_the_miss_completes_the_buffer(layout: Layout, tokens: int, data: st.Dat
         at = slots[layer % 2]
         hbm[at : at + tokens * layout.kv_bytes] = kv[layer].reshape(-1)
         _move(segment, hbm, buffer)
-    got = buffer.reshape(-1, layout.layers, layout.block_tokens, layout.kv_bytes).swapaxes(0, 1)
-    got = got.reshape(layout.layers, -1, layout.kv_bytes)
+    blocks = buffer.reshape(-1, layout.layers, layout.block_tokens, layout.kv_bytes)
+    got = blocks.swapaxes(0, 1).reshape(layout.layers, -1, layout.kv_bytes)
     assert np.array_equal(got[:, first:tokens], kv[:, first:])
     assert not got[:, :first].any()
     assert not got[:, tokens:].any()
