@@ -13,7 +13,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import msgspec
@@ -84,16 +84,20 @@ class Alarm:
         try:
             await entry[2].wait()
         except trio.Cancelled:
-            # Never long: what is due later than a role's next step is a time-out, and those are Trio's.
-            self._due.remove(entry)
-            heapq.heapify(self._due)
+            # Never long: what is due later than a role's next step is a time-out, and those are Trio's. Not
+            # there any more when it fell due between the cancellation and this task's turn.
+            if entry in self._due:
+                self._due.remove(entry)
+                heapq.heapify(self._due)
             raise
 
     async def run(self) -> NoReturn:
         """Serve the waiters for ever."""
         while True:
             await trio.lowlevel.wait_readable(self._fd)
-            os.read(self._fd, 8)
+            # Nothing to read when an earlier waiter set the timer anew after it went off.
+            with suppress(BlockingIOError):
+                os.read(self._fd, 8)
             now = time.monotonic()
             while self._due and self._due[0][0] <= now:
                 heapq.heappop(self._due)[2].set()
