@@ -68,7 +68,7 @@ def gather(memory: Bytes, extents: Sequence[Extent]) -> Bytes:
     A single contiguous extent comes back as a view of ``memory``, not a copy.
     """
     if len(extents) == 1:
-        return _window(memory, extents[0]).reshape(-1)
+        return np.ascontiguousarray(_window(memory, extents[0])).reshape(-1)
     out = np.empty(total_bytes(extents), dtype=np.uint8)
     at = 0
     for e in extents:
