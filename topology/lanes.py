@@ -144,13 +144,12 @@ def port_plan(payload_bytes_s: float, shares: LaneShares) -> PortPlan:
 
 
 def gso_max_bytes(payload_bytes_s: float) -> int:
-    """The largest super-packet for a link of this rate, in bytes.
+    """The largest super-packet for a link of this payload rate, in bytes.
 
     HTB lets a super-packet go whole, so on a slow link large ones make a single message arrive too early.
     """
-    wire = payload_bytes_s * SEGMENT_WIRE / SEGMENT_PAYLOAD
     for limit, size in ((12.5e6, 4096), (125e6, 8192), (500e6, 32768)):
-        if wire <= limit:
+        if payload_bytes_s <= limit:
             return size
     return 65536
 

@@ -11,17 +11,33 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from .namespaces import inside
 
-__all__ = ["NetlinkError", "Request", "RouteSocket", "attribute", "nested", "parse_attributes", "text_attribute"]
+__all__ = [
+    "CREATE",
+    "REPLACE",
+    "NetlinkError",
+    "Request",
+    "RouteSocket",
+    "attribute",
+    "integer",
+    "nested",
+    "parse_attributes",
+    "text_attribute",
+]
 
-NLM_F_REQUEST = 0x1
-NLM_F_ACK = 0x4
-NLM_F_DUMP = 0x300
+CREATE = 0x400 | 0x200
+"""NLM_F_CREATE and NLM_F_EXCL: make the object, which must not be there yet."""
+REPLACE = 0x400 | 0x100
+"""NLM_F_CREATE and NLM_F_REPLACE: make the object, or change the one that is there."""
+
+_NLM_F_REQUEST = 0x1
+_NLM_F_ACK = 0x4
+_NLM_F_DUMP = 0x300
 _NLM_F_DUMP_INTR = 0x10
 _NLM_F_CAPPED = 0x100
 _NLM_F_ACK_TLVS = 0x200
@@ -118,7 +134,9 @@ class RouteSocket:
         out = bytearray()
         for request in batch:
             self._sequence += 1
-            out += _message(request.type, request.flags | NLM_F_REQUEST | NLM_F_ACK, self._sequence, request.body)
+            out += _message(
+                request.type, request.flags | _NLM_F_REQUEST | _NLM_F_ACK, self._sequence, request.body
+            )
         self._socket.send(out)
         failed: NetlinkError | None = None
         awaited = set(range(first, self._sequence + 1))
@@ -135,7 +153,7 @@ class RouteSocket:
 
     def _dump_once(self, kind: int, body: bytes) -> list[bytes] | None:
         self._sequence += 1
-        self._socket.send(_message(kind, NLM_F_REQUEST | NLM_F_DUMP, self._sequence, body))
+        self._socket.send(_message(kind, _NLM_F_REQUEST | _NLM_F_DUMP, self._sequence, body))
         bodies: list[bytes] = []
         interrupted = False
         while True:
@@ -145,7 +163,7 @@ class RouteSocket:
                 interrupted = interrupted or bool(flags & _NLM_F_DUMP_INTR)
                 if got == _NLMSG_ERROR:
                     (code,) = _ERROR.unpack_from(payload)
-                    raise NetlinkError(-code, Request(kind, NLM_F_DUMP, body, "dump"), _detail(flags, payload))
+                    raise NetlinkError(-code, Request(kind, _NLM_F_DUMP, body, "dump"), _detail(flags, payload))
                 if got == _NLMSG_DONE:
                     return None if interrupted else bodies
                 bodies.append(payload)
@@ -185,6 +203,11 @@ def parse_attributes(data: bytes, at: int = 0) -> dict[int, bytes]:
         found[kind & _NLA_TYPE_MASK] = data[at + _ATTRIBUTE.size : at + length]
         at += _aligned(length)
     return found
+
+
+def integer(found: Mapping[int, bytes], kind: int) -> int:
+    """An unsigned attribute of any width, 0 where it is absent."""
+    return int.from_bytes(found.get(kind, b""), sys.byteorder)
 
 
 def _message(kind: int, flags: int, sequence: int, body: bytes) -> bytes:

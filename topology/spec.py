@@ -13,7 +13,6 @@ Must not import anything of the kernel's side.
 from __future__ import annotations
 
 import difflib
-import errno
 import functools
 import math
 import os
@@ -298,15 +297,17 @@ def _text_of(path: Path, shown: str) -> str:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a path"
         raise TopologyError(f"{shown}: cannot be opened: {reason}") from None
-    with os.fdopen(fd, "rb") as file:
+    try:
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
             kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
             raise TopologyError(f"{shown}: is {kind}; expected a TOML file")
-        try:
+        with open(fd, "rb", closefd=False) as file:
             raw = file.read(_MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise TopologyError(f"{shown}: cannot be read: {os.strerror(error.errno or errno.EIO)}") from None
+    except OSError as error:
+        raise TopologyError(f"{shown}: cannot be read: {error.strerror}") from None
+    finally:
+        os.close(fd)
     if len(raw) > _MAX_FILE_BYTES:
         raise TopologyError(f"{shown}: larger than {_MAX_FILE_BYTES} bytes; expected a TOML file")
     try:

@@ -36,9 +36,10 @@ REPEATS = 9
 BURSTS = 7
 DEADLINE_S = 20.0
 WINDOW_BYTES = 256 << 10
-WINDOW_S = 0.008
+WINDOW_S = 0.016
 """How long a link stays busy while this process does not get a processor."""
 NICENESS = -15
+SO_SNDBUFFORCE, SO_RCVBUFFORCE = 32, 33
 _CHUNK = bytes(256 << 10)
 _SPEC = ClusterSpec(name="links", pe_nodes=1, de_nodes=2, gpus_per_node=1, storage_nodes=1)
 
@@ -101,8 +102,8 @@ class Bench:
             for sock in (listener, sender):
                 window = int(max(WINDOW_BYTES, self.rate * WINDOW_S))
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, window)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+                sock.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, window)
+                sock.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, window)
             sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sender.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, DSCP_OF_LANE[lane])
             listener.bind((self.plan.address(dst, "cnic0", "gpu"), 0))
