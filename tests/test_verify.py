@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -245,3 +247,10 @@ def test_many_faults_are_counted_not_listed() -> None:
         made = replace_request(made, r.id, model_tokens=())
     finding = next(f for f in verify.verify(made) if f.invariant == "tokens equal")
     assert finding.detail.endswith("and 6 more")
+
+
+def test_the_document_lists_what_is_checked() -> None:
+    """docs/invariants.md has every invariant under its number and name, with the function that checks it."""
+    page = (Path(__file__).resolve().parents[1] / "docs" / "invariants.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| (\d+) \| ([^|]+) \| .* \| `(\w+)` \|$", page, re.MULTILINE)
+    assert listed == [(str(i.number), i.name, i.check.__name__) for i in verify.INVARIANTS]
