@@ -16,6 +16,8 @@ from .harness import NIC, RATE, SHAPED, Bed, Kind, at, data, run_law, straight
 CHUNK = 50_000
 TWO_QUEUES_REL = 0.5
 """What a TCP flow through two full ports may lack of its max-min part; measured: 0.38."""
+EQUAL_REL = 0.45
+"""How far one of several TCP flows may be off its equal part; measured: 0.04, on a busy host up to 0.4."""
 Flow = tuple[Endpoint, Endpoint, VirtualLane]
 
 PE0_DE0: Flow = (at("pe0"), at("de0"), VirtualLane.KV)
@@ -46,6 +48,11 @@ async def rates_of(bed: Bed, flows: Sequence[Flow], *, seconds: float, warm_s: f
 def one_chunk(bed: Bed, seconds: float) -> float:
     """What counting whole chunks may be off, in bytes per second, and what a moment's jitter adds."""
     return CHUNK / seconds + RATE * bed.jitter_s / seconds
+
+
+def equal_rel(bed: Bed) -> float:
+    """How far a flow may be off its equal part, relative."""
+    return bed.tolerance if bed.kind == "fluid" else EQUAL_REL
 
 
 async def work_conserved(bed: Bed) -> None:
@@ -176,7 +183,7 @@ def test_an_incast_is_shared_equally(kind: Kind) -> None:
         slack = one_chunk(bed, seconds)
         assert_within(sum(rates), RATE, rel=bed.tolerance, absolute=4 * slack, what="together")
         for rate in rates:
-            assert_within(rate, RATE / 4, rel=5 * bed.tolerance, absolute=slack, what="one of four")
+            assert_within(rate, RATE / 4, rel=equal_rel(bed), absolute=slack, what="one of four")
 
     run_law(kind, law)
 
@@ -196,7 +203,7 @@ def test_a_loopback_pays_in_both_directions(kind: Kind) -> None:
             both = await rates_of(bed, [loop, other], seconds=seconds)
             assert_within(sum(both), RATE, rel=bed.tolerance, absolute=2 * slack, what=f"with traffic {name}")
             for rate in both:
-                assert_within(rate, RATE / 2, rel=5 * bed.tolerance, absolute=slack, what=f"half, {name}")
+                assert_within(rate, RATE / 2, rel=equal_rel(bed), absolute=slack, what=f"half, {name}")
         for port in (p for p in bed.fabrics["pe0"].ports() if p.nic == NIC):
             assert port.payload_bytes > 3 * seconds / 2 * RATE
 
@@ -227,6 +234,6 @@ def test_a_flow_takes_what_others_cannot_use(kind: Kind) -> None:
         assert_within(both + at_de0, RATE, rel=bed.tolerance, absolute=2 * slack, what="de0's port")
         assert_within(both + sum(at_pe0), RATE, rel=bed.tolerance, absolute=3 * slack, what="pe0's port")
         for rate in at_pe0:
-            assert_within(rate, (RATE - both) / 2, rel=3 * bed.tolerance, absolute=slack, what="one at pe0")
+            assert_within(rate, (RATE - both) / 2, rel=equal_rel(bed), absolute=slack, what="one at pe0")
 
     run_law(kind, law)
