@@ -94,6 +94,10 @@ class _Group(click.Group):
             _fail("interrupted", INTERRUPTED)
         except EmulatorError as error:
             _fail(error.text, error.exit_code)
+        except BaseExceptionGroup as group:
+            if group.subgroup(KeyboardInterrupt) is None:
+                raise
+            _fail("interrupted", INTERRUPTED)
         except BrokenPipeError:
             # Whoever read our output has seen enough. The interpreter's own flush at exit must not complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
