@@ -14,11 +14,17 @@ from rich.console import Console
 from emulator import report, verify
 from emulator.config import EngineConfig, ModelConfig, ReplayConfig, ScaleConfig
 from emulator.errors import ConfigError, EmulatorError
+from emulator.evidence import expected_tokens
 from emulator.judge import KernelLane, KernelPort, Verdict, judge_virtual
 from emulator.plan import run_config
 from emulator.report import FinishedRun
+from emulator.sim import simulate
+from emulator.verify import Evidence
+from emulator.workload import Workload
 from topology.spec import load_topology
 
+from .clusters import config as small_config
+from .clusters import conversation
 from .made_run import evidence, made_config, replace_node, replace_request
 from .within import assert_within
 
@@ -250,3 +256,21 @@ def test_a_setup_follows_from_the_configuration() -> None:
     snic = next(p for p in live.ports if (p.node, p.nic) == ("pe0", "snic0"))
     assert snic.role == "pe"
     assert_within(snic.rate_bps * float(live.scale.shrink), spec.snic_gbps * 1e9 / 8, rel=1e-9)
+
+
+def test_the_same_seed_gives_the_same_report(tmp_path: Path) -> None:
+    """Two runs in virtual time of one configuration, workload and seed: the same report.json, byte for byte."""
+    workload = Workload((conversation("long", (900, 20), (70, 5)), conversation("short", (200, 9), (64, 3))))
+    config = small_config(path="auto", agents=2, seed=5)
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        run = Evidence(
+            setup=report.setup_of(config, "fluid"),
+            records=simulate(config, workload),
+            expected=expected_tokens(config, workload),
+        )
+        made = finished(config=config, fabric="fluid", evidence=run, verdict=judge_virtual(), kernel=None)
+        assert report.write_run_dir(tmp_path / name, made)["invariants"]["broken"] == []
+        assert report.read_run_dir(tmp_path / name) == made
+    one, other = ((tmp_path / name / "report.json").read_bytes() for name in "ab")
+    assert one == other
