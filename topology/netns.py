@@ -385,9 +385,11 @@ def _rule_requests(place: _Place, *, undo: bool = False) -> list[Request]:
     rules = [value for value in place.wanted if isinstance(value, rtnl.Rule) and value not in _KERNEL_REST]
     if not rules:
         return []
+    away, back = _KERNEL_LOCAL.request(place.label, delete=True), _KERNEL_LOCAL.request(place.label)
     if undo:
-        return [_KERNEL_LOCAL.request(place.label), *(rule.request(place.label, delete=True) for rule in rules)]
-    return [*(rule.request(place.label) for rule in rules), _KERNEL_LOCAL.request(place.label, delete=True)]
+        # Away first: it may never have gone, and the kernel would keep two of it.
+        return [away, back, *(rule.request(place.label, delete=True) for rule in rules)]
+    return [*(rule.request(place.label) for rule in rules), away]
 
 
 def _set_sysctls(place: _Place) -> None:

@@ -42,6 +42,7 @@ _NDMSG = struct.Struct("=BxxxiHBB")
 _RTMSG = struct.Struct("=BBBBBBBBI")
 _U32 = struct.Struct("=I")
 
+_BRIDGE, _VETH = "bridge", "veth"
 _IFF_UP = 0x1
 _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_MASTER, _IFLA_TXQLEN, _IFLA_OPERSTATE = 1, 3, 4, 10, 13, 16
 _IFLA_LINKINFO, _IFLA_AF_SPEC, _IFLA_GROUP, _IFLA_NET_NS_FD, _IFLA_EXT_MASK, _IFLA_GSO_MAX_SIZE = (
@@ -115,7 +116,7 @@ class Link(msgspec.Struct, frozen=True):
         found = parse_attributes(body, _IFINFO.size)
         info = parse_attributes(found.get(_IFLA_LINKINFO, b""))
         port = None
-        if info.get(_IFLA_INFO_SLAVE_KIND, b"").rstrip(b"\0") == b"bridge":
+        if info.get(_IFLA_INFO_SLAVE_KIND, b"").rstrip(b"\0") == _BRIDGE.encode():
             data = parse_attributes(info.get(_IFLA_INFO_SLAVE_DATA, b""))
             port = BridgePort(**{name: data.get(kind, b"\0") != b"\0" for name, kind in _BRPORT.items()})
         return cls(
@@ -142,7 +143,7 @@ def add_bridge(index: int, name: str, mtu: int) -> Request:
         _IFINFO.pack(0, 0, index, _IFF_UP, _IFF_UP)
         + text_attribute(_IFLA_IFNAME, name)
         + attribute(_IFLA_MTU, _U32.pack(mtu))
-        + nested(_IFLA_LINKINFO, text_attribute(_IFLA_INFO_KIND, "bridge"), data)
+        + nested(_IFLA_LINKINFO, text_attribute(_IFLA_INFO_KIND, _BRIDGE), data)
     )
     return Request(Link.NEW, CREATE, body, f"bridge {name}", "CONFIG_BRIDGE")
 
@@ -158,7 +159,7 @@ def add_veth(port: Link, group: int, nic: Link, nic_netns_fd: int) -> Request:
         + _new_link(port)
         + attribute(_IFLA_MASTER, _U32.pack(port.master))
         + attribute(_IFLA_GROUP, _U32.pack(group))
-        + nested(_IFLA_LINKINFO, text_attribute(_IFLA_INFO_KIND, "veth"), nested(_IFLA_INFO_DATA, peer))
+        + nested(_IFLA_LINKINFO, text_attribute(_IFLA_INFO_KIND, _VETH), nested(_IFLA_INFO_DATA, peer))
     )
     return Request(Link.NEW, CREATE, body, f"{port.name}: veth pair", "CONFIG_VETH")
 
@@ -168,7 +169,7 @@ def configure_port(port: Link) -> Request:
     assert port.port is not None
     flags = [attribute(kind, bytes([getattr(port.port, name)])) for name, kind in _BRPORT.items()]
     body = _IFINFO.pack(0, 0, port.index, _IFF_UP, _IFF_UP) + nested(
-        _IFLA_LINKINFO, text_attribute(_IFLA_INFO_SLAVE_KIND, "bridge"), nested(_IFLA_INFO_SLAVE_DATA, *flags)
+        _IFLA_LINKINFO, text_attribute(_IFLA_INFO_SLAVE_KIND, _BRIDGE), nested(_IFLA_INFO_SLAVE_DATA, *flags)
     )
     return Request(Link.NEW, 0, body, f"{port.name}: bridge port")
 

@@ -199,6 +199,7 @@ class HtbFilter(msgspec.Struct, frozen=True):
     NEW: ClassVar[int] = 44
     GET: ClassVar[int] = 46
     KEY: ClassVar[int] = 2
+    KIND: ClassVar[str] = "u32"
 
     index: int
     tos: int
@@ -219,7 +220,7 @@ class HtbFilter(msgspec.Struct, frozen=True):
         )
         selector += struct.pack("=ii", 0, 0)
         info = (_FILTER_PREF << 16) | socket.htons(_ETH_P_IP)
-        body = _TCMSG.pack(0, self.index, 0, _HTB_MAJOR, info) + text_attribute(_TCA_KIND, "u32")
+        body = _TCMSG.pack(0, self.index, 0, _HTB_MAJOR, info) + text_attribute(_TCA_KIND, self.KIND)
         options = nested(
             _TCA_OPTIONS,
             attribute(_U32_CLASSID, _U32.pack(_HTB_MAJOR | self.minor)),
