@@ -23,6 +23,7 @@ from .costmodel import CostModel
 from .workload import Workload, infinite_cache
 
 __all__ = [
+    "STORAGE_READS",
     "BottleneckFree",
     "Cluster",
     "Load",
@@ -34,6 +35,9 @@ __all__ = [
 ]
 
 Path = Literal["pe", "de", "both"]
+
+STORAGE_READS = "SNIC, storage reads"
+"""The resource whose offered load says whether a workload is bound by storage bandwidth."""
 
 DRAM_BPS = 500e9
 """Memory bandwidth of a node, half duplex (paper, section 2)."""
@@ -171,7 +175,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def snic_offered(self, path: Path) -> float:
         """What one reading storage NIC is offered, in units of its rate."""
-        return next(load.offered for load in self.loads[path] if load.resource == "SNIC read")
+        return next(load.offered for load in self.loads[path] if load.resource == STORAGE_READS)
 
 
 class _Turn(msgspec.Struct, frozen=True):
@@ -282,11 +286,15 @@ def _network(
     de_cnics = cluster.de_nodes * cluster.gpus * cluster.cnic_bps
     return [
         (
-            "SNIC read",
+            STORAGE_READS,
             "hit bytes / (SNICs that read x their rate)",
             hit / _read_bps(cluster, path),
         ),
-        ("DE SNIC write", "persisted bytes / (D x SNICs x their rate)", persisted / _read_bps(cluster, "de")),
+        (
+            "SNIC of DE, storage writes",
+            "persisted bytes / (D x SNICs x their rate)",
+            persisted / _read_bps(cluster, "de"),
+        ),
         ("storage links", "hit bytes / their rate", hit / cluster.storage_bps),
         (
             "PE CNIC read",

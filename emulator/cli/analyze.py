@@ -31,7 +31,9 @@ _PATHS: dict[Literal["pe", "de", "both"], str] = {"pe": "PE path", "de": "DE pat
 
 @click.command()
 @click.argument("topology")
-@click.option("--trace", "source", help="Trace file or folder, or a bundled sample (default: io-bound).")
+@click.option(
+    "--trace", "source", default="io-bound", show_default=True, help="A bundled sample, a file, or a folder."
+)
 @click.option("--trace-format", help="What the trace is: weka, mooncake, mooncake-delta, azure or native.")
 @click.option("--agents", type=int, help="Agents in the closed loop (default: all trajectories of the trace).")
 @click.option("--max-len", type=int, help="Cut trajectories before the first context that is longer, in tokens.")
@@ -41,7 +43,7 @@ _PATHS: dict[Literal["pe", "de", "both"], str] = {"pe": "PE path", "de": "DE pat
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def analyze(
     topology: str,
-    source: str | None,
+    source: str,
     trace_format: str | None,
     agents: int | None,
     max_len: int | None,

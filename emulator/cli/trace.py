@@ -21,22 +21,20 @@ _MAX_LEN_HELP = "Cut trajectories before the first context that is longer, in to
 
 
 def load_workload(
-    trace: str | None, trace_format: str | None, max_len: int | None = None, *, block_tokens: int | None = None
+    trace: str, trace_format: str | None, max_len: int | None = None, *, block_tokens: int | None = None
 ) -> tuple[Workload, dict[str, int]]:
     """The workload of ``--trace`` and ``--trace-format``, cut at ``--max-len``, and what was noteworthy.
 
-    No trace: the bundled ``io-bound`` sample; a bundled sample's name needs no format. Notes are the reader's,
-    and ``left_out``: trajectories whose first context is longer than ``max_len``. Raises ConfigError.
+    A bundled sample's name needs no format. Notes are the reader's, and ``left_out``: trajectories whose first
+    context is longer than ``max_len``. Raises ConfigError.
     """
     from ..samples import SAMPLES, load_sample
     from ..traces import read_trace
     from ..workload import cut
 
     notes: dict[str, int] = {}
-    if trace_format is None and (trace is None or trace in SAMPLES):
-        workload = load_sample(trace or "io-bound")
-    elif trace is None:
-        raise ConfigError("--trace-format without --trace: expected the file or folder to read")
+    if trace_format is None and trace in SAMPLES:
+        workload = load_sample(trace)
     elif trace_format is None:
         raise ConfigError(
             f"trace {trace}: expected --trace-format with it ({FORMATS}),"
