@@ -87,21 +87,20 @@ def test_dropped_privileges_are_gone_for_good(user: tuple[int, int] | None) -> N
 @pytest.mark.parametrize("how", ["killed", "asked"])
 def test_a_namespace_dies_with_its_maker(how: str) -> None:
     """SIGKILL of the maker, or its own closing, ends every process in it, a stopped one too."""
-    maker = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", SUPERVISE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert maker.stdout is not None and maker.stdin is not None
-        processes = [ProcessId.of(int(pid)) for pid in maker.stdout.readline().split()]
-        if how == "killed":
+    ) as maker:
+        try:
+            assert maker.stdout is not None and maker.stdin is not None
+            processes = [ProcessId.of(int(pid)) for pid in maker.stdout.readline().split()]
+            if how == "killed":
+                maker.kill()
+            else:
+                maker.stdin.close()
+            assert [p is not None and _ended(p) for p in processes] == [True, True]
+            assert maker.wait(5) == (-signal.SIGKILL if how == "killed" else 0)
+        finally:
             maker.kill()
-        else:
-            maker.stdin.close()
-        assert [p is not None and _ended(p) for p in processes] == [True, True]
-        assert maker.wait(5) == (-signal.SIGKILL if how == "killed" else 0)
-    finally:
-        maker.kill()
-        maker.communicate()
 
 
 def test_a_process_with_threads_is_not_isolated() -> None:
