@@ -14,8 +14,8 @@ death of the *machine* only with ``durable=True``, which waits for the disk in e
 whose bytes did not reach the disk are missing (``dropped``) or fail their checksum afterwards, or the index is
 found broken at opening. Either way a block is served right or not at all.
 
-Collisions. A block whose key is stored under another check belongs to another prefix: it is not stored, and is
-reported, so that it can never be read in the place of the other (``emulator.kvcache``).
+Collisions. Blocks are kept and found by their whole ids, key and check: two prefixes whose keys collide are two
+blocks, and neither is ever served for the other (``emulator.kvcache``).
 
 Must not import fabrics or roles.
 """
@@ -38,7 +38,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_digest
 
 from .errors import StoreError
-from .kvcache import ID_BYTES, KEY_BYTES, BlockId, key_of
+from .kvcache import ID_BYTES, BlockId, key_of
 
 __all__ = ["Appended", "BlockStore", "FileStore", "MemoryStore", "open_store", "split_blocks"]
 
@@ -54,11 +54,10 @@ _SEGMENT_NAMES = "segment-" + "[0-9]" * 6 + ".kv"
 
 
 class Appended(msgspec.Struct, frozen=True):
-    """What became of a batch: blocks stored now, blocks that were there already, and those refused."""
+    """What became of a batch: how many blocks were stored now, and how many were there already."""
 
     stored: int
     known: int
-    collided: tuple[BlockId, ...] = ()
 
 
 def split_blocks(memory: npt.NDArray[np.uint8], block_bytes: int) -> list[memoryview]:
@@ -79,15 +78,13 @@ class BlockStore(ABC):
         if block_bytes < 1:
             raise ValueError(f"block_bytes = {block_bytes}: expected 1 or more")
         self.block_bytes = block_bytes
-        self._slots: dict[bytes, int] = {}
-        """By key: with whole ids as keys of the dict, collisions would need another one."""
+        self._slots: dict[BlockId, int] = {}
         self._ids = bytearray()
         """The ids of slots 0 .. end - 1, end to end; those of forgotten blocks are stale."""
         self._closed = False
 
-    def __contains__(self, block: BlockId) -> bool:
-        slot = self._slots.get(key_of(block))
-        return slot is not None and self._id(slot) == block
+    def __contains__(self, block: object) -> bool:
+        return block in self._slots
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -95,28 +92,25 @@ class BlockStore(ABC):
     def append(self, blocks: Blocks) -> Appended:
         """Commit a batch: all its new blocks become visible together, or none does.
 
-        A block that is there already is left as it is; one whose key is taken by another check is refused.
+        A block that is there already is left as it is. ``payload``: ``block_bytes`` long, any memory.
         Raises StoreError (definite: nothing was stored) when the bytes or the index cannot be kept.
         """
         self._check_open()
-        ids = [block for block, _ in blocks]
-        payloads = [payload for _, payload in blocks]
-        self._check_sizes(payloads)
-        keys = [block[:KEY_BYTES] for block in ids]
-        collided: tuple[BlockId, ...] = ()
-        if len(set(keys)) < len(keys) or not self._slots.keys().isdisjoint(keys):
-            ids, payloads, collided = self._sift(blocks)
-            keys = [block[:KEY_BYTES] for block in ids]
-        if ids:
-            joined, end = b"".join(ids), self._end
-            if len(joined) != len(ids) * ID_BYTES:
+        fresh = dict(blocks)
+        if not self._slots.keys().isdisjoint(fresh):
+            fresh = {block: payload for block, payload in fresh.items() if block not in self._slots}
+        if fresh:
+            payloads = list(fresh.values())
+            self._check_sizes(payloads)
+            ids, end = b"".join(fresh), self._end
+            if len(ids) != len(fresh) * ID_BYTES:
                 raise ValueError(
-                    f"block ids of {len(joined)} bytes for {len(ids)} blocks: expected {ID_BYTES} each"
+                    f"block ids of {len(ids)} bytes for {len(fresh)} blocks: expected {ID_BYTES} each"
                 )
-            self._keep(joined, payloads)
-            self._ids += joined
-            self._slots.update(zip(keys, range(end, end + len(ids)), strict=True))
-        return Appended(len(ids), len(blocks) - len(ids) - len(collided), collided)
+            self._keep(ids, payloads)
+            self._ids += ids
+            self._slots.update(zip(fresh, range(end, end + len(fresh)), strict=True))
+        return Appended(len(fresh), len(blocks) - len(fresh))
 
     def read(self, ids: Sequence[BlockId], out: Sequence[memoryview]) -> None:
         """Fill ``out[i]`` (writable, ``block_bytes`` long) with block ``ids[i]``, every checksum verified.
@@ -142,7 +136,7 @@ class BlockStore(ABC):
         Raises StoreError (definite: nothing was forgotten) when the index cannot be changed.
         """
         self._check_open()
-        kept = {key_of(block): self._slots[key_of(block)] for block in ids if block in self}
+        kept = {block: self._slots[block] for block in ids if block in self._slots}
         gone = len(self) - len(kept)
         self._forget(sorted(kept.values()))
         self._slots = kept
@@ -194,30 +188,16 @@ class BlockStore(ABC):
 
     def _run(self, ids: Sequence[BlockId], begin: int) -> tuple[int, int]:
         """Where ``ids[begin:]`` begins to lie: (slot, how many of them lie there one after the other)."""
-        slot = self._slots.get(ids[begin][:KEY_BYTES])
+        slot = self._slots.get(ids[begin])
         if slot is not None:
             limit = min(len(ids) - begin, self._reach(slot))
             if self._joined_ids(slot, limit) == b"".join(ids[begin : begin + limit]):
                 return slot, limit
-            count = 0
+            count = 1
             while count < limit and self._id(slot + count) == ids[begin + count]:
                 count += 1
-            if count:
-                return slot, count
+            return slot, count
         raise StoreError(f"{self}: block {_name(ids[begin])} is not in the store ({len(self)} blocks are)")
-
-    def _sift(self, blocks: Blocks) -> tuple[list[BlockId], list[memoryview], tuple[BlockId, ...]]:
-        """The ids and payloads of the blocks that are new, each once, and the ids whose key is another's."""
-        fresh: dict[bytes, tuple[BlockId, memoryview]] = {}
-        collided = []
-        for block, payload in blocks:
-            key = key_of(block)
-            if key in self._slots:
-                if block not in self:
-                    collided.append(block)
-            elif fresh.setdefault(key, (block, payload))[0] != block:
-                collided.append(block)
-        return [block for block, _ in fresh.values()], [payload for _, payload in fresh.values()], tuple(collided)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -436,11 +416,13 @@ class FileStore(BlockStore):
                 rows += 1
                 segment, at = divmod(slot, self._segments.slots)
                 if at < present.get(segment, 0):
-                    self._slots[key_of(self._id(slot))] = slot
+                    self._slots[self._id(slot)] = slot
                 else:
                     lost.append(self._id(slot))
         if len(self._slots) + len(lost) != rows:
-            raise StoreError(f"{self._index.path}: {rows} blocks of {len(self._slots)} keys: not our index")
+            raise StoreError(
+                f"{self._index.path}: {rows} blocks with {len(self._slots) + len(lost)} ids: not our index"
+            )
         slots = sorted(self._slots.values())
         if lost:
             self._index.replace(self._rows(slots))

@@ -72,7 +72,7 @@ def test_what_was_appended_is_read(store: BlockStore) -> None:
 
 
 def test_appending_twice_changes_nothing(store: BlockStore) -> None:
-    """An append is idempotent by id, inside a batch too: the first bytes stay."""
+    """An append is idempotent by id, inside a batch too: the bytes that are there stay."""
     store.append(batch([1, 2]))
     again = [(block_id(i), payload(i + 100)) for i in (2, 3, 1, 3)]
     assert store.append(again) == Appended(stored=1, known=3)
@@ -80,18 +80,16 @@ def test_appending_twice_changes_nothing(store: BlockStore) -> None:
     assert store.append([]) == Appended(stored=0, known=0)
 
 
-def test_colliding_keys_are_refused_and_reported(store: BlockStore) -> None:
-    """A key under another check is another prefix's block: neither stored nor ever served for the first."""
+def test_colliding_keys_are_told_apart(store: BlockStore) -> None:
+    """Blocks with the same key and different checks are different blocks: each is kept and served as itself."""
     twins = [block_id(1, check) for check in range(3)]
-    store.append([(twins[0], payload(1))])
-    result = store.append([(twins[1], payload(1, 1)), *batch([2]), (block_id(2, 9), payload(2, 9))])
-    assert result == Appended(stored=1, known=0, collided=(twins[1], block_id(2, 9)))
-    assert read(store, [twins[0]]) == [payload(1)]
+    assert store.append([(twins[0], payload(1))]) == Appended(stored=1, known=0)
     assert twins[1] not in store
     with pytest.raises(StoreError, match="not in the store"):
         read(store, [twins[1]])
-    store.clear()
-    assert store.append([(twins[1], payload(1, 1))]).stored == 1
+    assert store.append([(twin, payload(1, check)) for check, twin in enumerate(twins[:2])]).stored == 1
+    assert read(store, [twins[1], twins[0]]) == [payload(1, 1), payload(1)]
+    assert twins[2] not in store
 
 
 def test_a_missing_block_is_named(store: BlockStore) -> None:
@@ -162,11 +160,8 @@ class StoreMachine(RuleBasedStateMachine):
         assert result == self.memory.append(new)
         before = len(self.model)
         for block, data in new:
-            if all(block[:KEY_BYTES] != known[:KEY_BYTES] or block == known for known in self.model):
-                self.model.setdefault(block, data)
-        assert result.stored == len(self.model) - before
-        assert result.stored + result.known + len(result.collided) == len(new)
-        assert all(block not in self.model for block in result.collided)
+            self.model.setdefault(block, data)
+        assert result == Appended(len(self.model) - before, len(new) - len(self.model) + before)
 
     @rule(numbers=blocks)
     def retain(self, numbers: list[tuple[int, int]]) -> None:
@@ -508,5 +503,5 @@ def test_a_directory_that_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "twice" / "index.sqlite") as database:
         database.execute("UPDATE run SET ids = CAST(substr(ids, 1, 32) || substr(ids, 1, 32) AS BLOB)")
     database.close()
-    with pytest.raises(StoreError, match="2 blocks of 1 keys"):
+    with pytest.raises(StoreError, match="2 blocks with 1 ids"):
         in_files(tmp_path / "twice")
