@@ -10,7 +10,7 @@ Must not import ``topology``: what the kernel counted comes in as ``KernelPort``
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
@@ -26,6 +26,11 @@ MSS_BYTES = 1448
 FRAME_BYTES = 1514
 ACK_BYTES = 66
 """TCP payload and frame of a full segment at MTU 1500 with time stamps, and a bare acknowledgement."""
+
+MESSAGE_BYTES = 256
+FEEDBACK_BYTES = 160
+"""What a message costs at most beside its payload: a header with its extents and a part-filled segment on its
+way, a completion and an acknowledgement on the way back."""
 
 
 class KernelLane(msgspec.Struct, frozen=True):
@@ -98,20 +103,21 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What still counts as keeping up.
 
     Lateness is held against the shorter of a decode step and a prefill batch, in wall time. Layers and steps
-    sleep to deadlines that are chained to one another, so a late wake-up delays a release once and does not
-    add up; a median of 5 % keeps the shift below what parity promises, and at half a step in the 99th
-    percentile the next deadline is still ahead. ``cpu_share``: above 85 % of all cores runnable tasks queue
-    for a core for as long as they run. ``resent_share``: a lossless fabric resends nothing but a rare spurious
-    timeout. ``slow`` and ``fast``: shaped links reach their rate to 1 %; a read adds calls and file reads of a
+    sleep to deadlines that are chained to one another, so a late wake-up delays a release once and does not add
+    up; a median of 5 % keeps the shift below what parity promises, and at half a step in the 99th percentile the
+    next deadline is still ahead. ``cpu_share``: above 85 % of all cores runnable tasks queue for a core for as
+    long as they run. ``resent_share``: a lossless fabric loses nothing (drops are counted by the kernel, and
+    none is allowed), but TCP probes a host that is late to acknowledge; above 1 % of all segments that costs
+    goodput. ``slow`` and ``fast``: shaped links reach their rate to 1 %; a read adds calls and file reads of a
     few milliseconds to at least ``read_wall_s`` of wire time. ``count_slack`` and ``count_slack_bytes``:
-    handshakes, message headers and part-filled last segments.
+    segments sent again, and handshakes.
     """
 
     lateness_median: float = 0.05
     lateness_p99: float = 0.50
     cpu_share: float = 0.85
-    resent_share: float = 0.001
-    resent_packets: int = 10
+    resent_share: float = 0.01
+    resent_packets: int = 20
     slow: float = 0.90
     fast: float = 1.02
     read_wall_s: float = 0.2
@@ -238,7 +244,7 @@ def _cpu(records: RunRecords, cores: int, limits: Limits) -> Iterator[_Fault]:
 def _resent(records: RunRecords, limits: Limits) -> Iterator[_Fault]:
     for node in records.nodes:
         if node.host is not None:
-            packets = sum(row.payload_bytes for row in node.sent) / MSS_BYTES
+            packets = sum(row.payload_bytes / MSS_BYTES + row.messages for row in node.sent)
             allowed = limits.resent_packets + limits.resent_share * packets
             if node.host.retransmits > allowed:
                 yield _Fault(f"{node.node}: {node.host.retransmits} segments sent again, allowed {allowed:.0f}")
@@ -250,10 +256,12 @@ def _kernel(
     if kernel is None:
         yield _Fault("kernel: nobody read the links' counters")
         return
-    payload: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+    payload: Counter[tuple[str, str, str]] = Counter()
+    messages: Counter[tuple[str, str, str]] = Counter()
     for node in records.nodes:
         for p in node.ports:
             payload[node.node, p.nic, p.direction] += p.payload_bytes
+            messages[node.node, p.nic, p.direction] += p.messages
     counted = {(k.node, k.nic, k.direction) for k in kernel}
     for port in setup.ports:
         for direction in ("read", "write"):
@@ -266,12 +274,15 @@ def _kernel(
                 yield _Fault(f"{name}: {lane.drops} packets dropped on lane {lane.lane}")
         if k.direct_packets:
             yield _Fault(f"{name}: {k.direct_packets} packets passed unshaped")
-        sent = payload[k.node, k.nic, k.direction]
-        back = payload[k.node, k.nic, "write" if k.direction == "read" else "read"]
+        here = (k.node, k.nic, k.direction)
+        there = (k.node, k.nic, "write" if k.direction == "read" else "read")
+        sent = payload[here]
         wire = sum(lane.wire_bytes for lane in k.lanes)
         # At most a frame a segment, and an acknowledgement for every segment that went the other way.
-        most = (sent * FRAME_BYTES + back * ACK_BYTES) / MSS_BYTES * (1 + limits.count_slack)
-        if not sent <= wire <= most + limits.count_slack_bytes:
+        segments = (sent * FRAME_BYTES + payload[there] * ACK_BYTES) / MSS_BYTES
+        most = segments * (1 + limits.count_slack) + limits.count_slack_bytes
+        most += MESSAGE_BYTES * messages[here] + FEEDBACK_BYTES * messages[there]
+        if not sent <= wire <= most:
             yield _Fault(
                 f"{name}: the kernel carried {wire} B, the processes' {sent} B of payload need up to {most:.0f}"
             )
