@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.within import assert_within
@@ -31,15 +32,16 @@ SHARES = st.tuples(*[st.floats(min_value=0.005, max_value=1)] * 3).map(
 @given(RATES, SHARES)
 def test_children_never_exceed_their_parent(rate: float, shares: LaneShares) -> None:
     """The guaranteed rates of the lanes sum to at most the port's, to the byte."""
-    parent, *leaves = port_plan(rate, shares).classes
-    assert sum(leaf.rate for leaf in leaves) <= parent.rate
-    assert {leaf.ceil for leaf in leaves} == {parent.rate}
+    parent, *lanes, ack = port_plan(rate, shares).classes
+    assert sum(lane.rate for lane in lanes) <= parent.rate
+    assert {lane.ceil for lane in lanes} == {parent.rate}
+    assert {lane.parent for lane in lanes} == {parent.minor} != {ack.parent}
 
 
 @given(RATES, SHARES)
 def test_full_segments_carry_the_configured_payload(rate: float, shares: LaneShares) -> None:
     """What the classes let through, less the headers of full segments, is the payload rate and its shares."""
-    parent, high, kv, control = port_plan(rate, shares).classes
+    parent, high, kv, control, _ = port_plan(rate, shares).classes
     for got, share in ((parent, 1.0), (high, shares.high), (kv, shares.kv), (control, shares.control)):
         payload = got.rate * SEGMENT_PAYLOAD / SEGMENT_WIRE
         assert_within(payload, rate * share, rel=RATE_TOLERANCE, what=f"class {got.minor:x}")
@@ -57,11 +59,28 @@ def test_bursts_cover_a_late_timer_and_a_segment(rate: float) -> None:
 def test_every_packet_has_a_class() -> None:
     """Filters and the default name leaf classes, each once; KV borrows after the others."""
     plan = port_plan(5e7, LaneShares())
-    leaves = {lane.minor: lane for lane in plan.classes if lane.parent}
+    leaves = {lane.minor: lane for lane in plan.classes[1:]}
     assert set(leaves) == set(CLASS_NAMES)
     assert {f.minor for f in plan.filters} | {plan.default_minor} == set(leaves)
     by_name = {CLASS_NAMES[minor]: lane for minor, lane in leaves.items()}
     assert by_name["kv"].prio > by_name["high"].prio == by_name["control"].prio
+
+
+@example(2, 0, 52, 6)
+@given(st.sampled_from(sorted(DSCP_OF_LANE)), st.integers(0, 3), st.integers(20, 65535), st.integers(0, 255))
+def test_filters_sort_by_code_point_but_for_bare_acknowledgements(
+    lane: int, ecn: int, length: int, protocol: int
+) -> None:
+    """A packet's class follows from its lane's code point, unless it is TCP and nothing but headers."""
+    header = struct.pack(">BBHIBBHII", 0x45, DSCP_OF_LANE[lane] | ecn, length, 0, 64, protocol, 0, 0, 0)
+    plan = port_plan(5e7, LaneShares())
+    fitting = (
+        one.minor
+        for one in plan.filters
+        if all(struct.unpack_from(">I", header, m.offset)[0] & m.mask == m.value for m in one.matches)
+    )
+    expected = "ack" if (protocol, length) == (6, 52) else {1: "high", 2: "kv"}.get(lane, "control")
+    assert CLASS_NAMES[next(fitting, plan.default_minor)] == expected
 
 
 def test_lanes_are_told_apart_by_code_point() -> None:
@@ -92,7 +111,7 @@ def test_a_rate_is_exact_or_refused(rate: float) -> None:
         plan = port_plan(rate, LaneShares())
     except TopologyError:
         return
-    for lane, share in zip(plan.classes, (1.0, 0.985, 0.010, 0.005), strict=True):
+    for lane, share in zip(plan.classes, (1.0, 0.985, 0.010, 0.005, 1.0), strict=True):
         assert_within(lane.rate * SEGMENT_PAYLOAD / SEGMENT_WIRE, rate * share, rel=RATE_TOLERANCE)
 
 

@@ -2,7 +2,9 @@
 
 Pure. A port direction is one HTB tree: a parent at the full rate, below it a class for the high lane (model
 communication), one for KV and one for control, which also takes whatever no filter names. Each is
-guaranteed its share and may use all that the others leave; KV borrows only after the other two.
+guaranteed its share and may use all that the others leave; KV borrows only after the other two. Beside the
+tree stands a class for TCP's bare acknowledgements: they are an artefact of the emulation, up to 2 % of the
+opposite direction's bytes, and must not cost a port that is busy both ways any of its payload rate.
 
 Rates. HTB charges a packet with its link-layer length, and a GSO super-packet with the headers of each of
 its segments (``qdisc_pkt_len_init``), so a full segment of ``SEGMENT_PAYLOAD`` bytes costs ``SEGMENT_WIRE``.
@@ -31,6 +33,7 @@ __all__ = [
     "LaneClass",
     "LaneFilter",
     "LaneShares",
+    "Match",
     "PortPlan",
     "gso_max_bytes",
     "port_plan",
@@ -50,9 +53,11 @@ DSCP_OF_LANE: Mapping[int, int] = MappingProxyType(
 )
 """IP_TOS byte (code point << 2) of virtual lanes 0 to 3: default, EF, AF11, AF21. Spare has no class yet."""
 
-ROOT_MINOR, HIGH_MINOR, KV_MINOR, CONTROL_MINOR = 0x1, 0x10, 0x20, 0x30
-CLASS_NAMES: Mapping[int, str] = MappingProxyType({HIGH_MINOR: "high", KV_MINOR: "kv", CONTROL_MINOR: "control"})
-"""The leaf classes by minor number, named as their shares are."""
+ROOT_MINOR, HIGH_MINOR, KV_MINOR, CONTROL_MINOR, ACK_MINOR = 0x1, 0x10, 0x20, 0x30, 0x40
+CLASS_NAMES: Mapping[int, str] = MappingProxyType(
+    {HIGH_MINOR: "high", KV_MINOR: "kv", CONTROL_MINOR: "control", ACK_MINOR: "ack"}
+)
+"""The leaf classes by minor number, the lanes named as their shares are."""
 
 _PARENT_OF_ALL = 0
 _MIN_BURST_BYTES = 4096
@@ -93,15 +98,27 @@ class LaneClass(msgspec.Struct, frozen=True):
     quantum: int = _QUANTUM_BYTES
 
 
-class LaneFilter(msgspec.Struct, frozen=True):
-    """Packets whose code point is that of ``tos`` belong to class ``minor``."""
+class Match(msgspec.Struct, frozen=True):
+    """A condition on a packet: its 32-bit word at ``offset`` of the IPv4 header, under ``mask``, is ``value``."""
 
-    tos: int
+    offset: int
+    mask: int
+    value: int
+
+
+class LaneFilter(msgspec.Struct, frozen=True):
+    """Packets that meet all conditions belong to class ``minor``; the first filter that fits decides."""
+
+    matches: tuple[Match, ...]
     minor: int
 
 
+_BARE_ACK = (Match(0, 0xFFFF, MTU_BYTES - SEGMENT_PAYLOAD), Match(8, 0xFF << 16, 6 << 16))
+"""As long as its headers, and TCP by its protocol number: nothing but an acknowledgement, or a FIN."""
+
+
 class PortPlan(msgspec.Struct, frozen=True):
-    """One port direction: its classes, parent first, its filters, and where unnamed packets go."""
+    """One port direction: its classes, parents first, its filters in order, and where unnamed packets go."""
 
     payload_bytes_s: float
     classes: tuple[LaneClass, ...]
@@ -134,10 +151,15 @@ def port_plan(payload_bytes_s: float, shares: LaneShares) -> PortPlan:
     ]
     return PortPlan(
         payload_bytes_s=float(payload_bytes_s),
-        classes=(LaneClass(ROOT_MINOR, _PARENT_OF_ALL, full, full, burst, burst, 0), *leaves),
+        classes=(
+            LaneClass(ROOT_MINOR, _PARENT_OF_ALL, full, full, burst, burst, 0),
+            *leaves,
+            LaneClass(ACK_MINOR, _PARENT_OF_ALL, full, full, burst, burst, 0),
+        ),
         filters=(
-            LaneFilter(DSCP_OF_LANE[MODEL_LANE], HIGH_MINOR),
-            LaneFilter(DSCP_OF_LANE[KV_LANE], KV_MINOR),
+            LaneFilter(_BARE_ACK, ACK_MINOR),
+            LaneFilter((_code_point(MODEL_LANE),), HIGH_MINOR),
+            LaneFilter((_code_point(KV_LANE),), KV_MINOR),
         ),
         default_minor=CONTROL_MINOR,
     )
@@ -152,6 +174,11 @@ def gso_max_bytes(payload_bytes_s: float) -> int:
         if payload_bytes_s <= limit:
             return size
     return 65536
+
+
+def _code_point(lane: int) -> Match:
+    """The first word of an IPv4 header holds version, TOS and total length."""
+    return Match(0, 0xFC << 16, DSCP_OF_LANE[lane] << 16)
 
 
 def _whole(rate: Fraction, whole: int, payload_bytes_s: float) -> int:

@@ -99,7 +99,7 @@ class PortCounters(msgspec.Struct, frozen=True):
     direct_packets: int
 
     def lane(self, name: str) -> LaneCounters:
-        """``high``, ``kv`` or ``control``."""
+        """``high``, ``kv``, ``control``, or ``ack`` for what passes beside the lanes."""
         return next(lane for lane in self.lanes if lane.lane == name)
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import msgspec
 
-from .lanes import LaneClass, LaneFilter
+from .lanes import LaneClass, LaneFilter, Match
 from .netlink import CREATE, Request, attribute, integer, nested, parse_attributes, text_attribute
 
 __all__ = ["ClassStats", "HtbClass", "HtbFilter", "HtbQdisc"]
@@ -33,7 +33,9 @@ _HTB_TAIL = struct.Struct("=IIIII")
 _ETHERNET = 1
 _U32_CLASSID, _U32_SEL = 1, 5
 _U32_TERMINAL = 1
-_DSCP_MASK = 0xFC << 16
+_SELECTOR = struct.Struct("=BBBxHHhhI")
+_KEY_WORDS = struct.Struct(">II")
+_KEY_OFFSETS = struct.Struct("=ii")
 _FILTER_PREF = 1
 _ETH_P_IP = 0x0800
 _STATS_BASIC, _STATS_QUEUE = 1, 3
@@ -194,7 +196,7 @@ class HtbClass(msgspec.Struct, frozen=True):
 
 
 class HtbFilter(msgspec.Struct, frozen=True):
-    """A u32 filter: IPv4 packets with the code point of ``tos`` belong to class ``minor``."""
+    """A u32 filter: IPv4 packets that meet all ``matches`` belong to class ``minor``."""
 
     NEW: ClassVar[int] = 44
     GET: ClassVar[int] = 46
@@ -202,23 +204,21 @@ class HtbFilter(msgspec.Struct, frozen=True):
     KIND: ClassVar[str] = "u32"
 
     index: int
-    tos: int
+    matches: tuple[Match, ...]
     minor: int
-
-    @property
-    def label(self) -> str:
-        return f"filter u32 tos 0x{self.tos:02x}"
 
     @classmethod
     def of(cls, index: int, plan: LaneFilter) -> HtbFilter:
-        return cls(index, plan.tos, plan.minor)
+        return cls(index, plan.matches, plan.minor)
+
+    @property
+    def label(self) -> str:
+        return "filter u32 " + " ".join(f"{m.value:08x}/{m.mask:08x} at {m.offset}" for m in self.matches)
 
     def request(self, on: str) -> Request:
-        # The first word of an IPv4 header holds version, TOS and length; tc numbers its fields big-endian.
-        selector = struct.pack("=BBBxHHhh", _U32_TERMINAL, 0, 1, 0, 0, 0, 0) + struct.pack(
-            ">III", 0, _DSCP_MASK, (self.tos & 0xFC) << 16
-        )
-        selector += struct.pack("=ii", 0, 0)
+        selector = _SELECTOR.pack(_U32_TERMINAL, 0, len(self.matches), 0, 0, 0, 0, 0)
+        for match in self.matches:
+            selector += _KEY_WORDS.pack(match.mask, match.value) + _KEY_OFFSETS.pack(match.offset, 0)
         info = (_FILTER_PREF << 16) | socket.htons(_ETH_P_IP)
         body = _TCMSG.pack(0, self.index, 0, _HTB_MAJOR, info) + text_attribute(_TCA_KIND, self.KIND)
         options = nested(
@@ -234,14 +234,19 @@ class HtbFilter(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, body: bytes) -> HtbFilter | None:
-        """None for the hash tables that hold the filters; tos -1 for a filter that does not look at it."""
+        """None for the hash tables that hold the filters."""
         _, index, _, _, _ = _TCMSG.unpack_from(body)
         options = parse_attributes(parse_attributes(body, _TCMSG.size).get(_TCA_OPTIONS, b""))
-        if _U32_SEL not in options or _U32_CLASSID not in options:
+        selector = options.get(_U32_SEL)
+        if selector is None or _U32_CLASSID not in options:
             return None
-        mask, value = struct.unpack_from(">II", options[_U32_SEL], 16)
-        tos = (value >> 16) & 0xFF if mask == _DSCP_MASK else -1
-        return cls(index, tos, integer(options, _U32_CLASSID) & 0xFFFF)
+        matches = []
+        for number in range(_SELECTOR.unpack_from(selector)[2]):
+            at = _SELECTOR.size + number * (_KEY_WORDS.size + _KEY_OFFSETS.size)
+            mask, value = _KEY_WORDS.unpack_from(selector, at)
+            offset, _ = _KEY_OFFSETS.unpack_from(selector, at + _KEY_WORDS.size)
+            matches.append(Match(offset, mask, value))
+        return cls(index, tuple(matches), integer(options, _U32_CLASSID) & 0xFFFF)
 
 
 def _ratespec(rate: int) -> bytes:

@@ -191,17 +191,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _goodput(made: Bench, rate: float) -> list[Figure]:
-    """Each lane alone; then the high lane of one node against KV of another at the receiver's port."""
+    """Each lane alone, a loopback, then the high lane of one node against KV of another at the receiver's port."""
     model, kv = made.flow("pe0", "de0", MODEL_LANE), made.flow("de1", "de0", KV_LANE)
     (alone,) = made.rates_of(model)
     made.drain()
     (low,) = made.rates_of(kv)
+    made.drain()
+    (loopback,) = made.rates_of(made.flow("pe0", "pe0", KV_LANE))
     made.drain()
     high_shared, low_shared = made.rates_of(model, kv)
     title = f"{rate:g} Mb/s: "
     return [
         Figure(title + "payload goodput", 100 * alone / made.rate, "% of rate", 99, 101),
         Figure(title + "KV lane alone", 100 * low / made.rate, "% of rate", 98, 101),
+        Figure(title + "loopback through the switch", 100 * loopback / made.rate, "% of rate", 99, 101),
         Figure(title + "both lanes together", 100 * (high_shared + low_shared) / made.rate, "% of rate", 99, 101),
         Figure(title + "high lane against KV", 100 * high_shared / (high_shared + low_shared), "%", 98.7, 99.3),
     ]

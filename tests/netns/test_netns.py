@@ -16,7 +16,7 @@ import pytest
 from tests.within import assert_within
 from topology import netns, rtnl, tc
 from topology.errors import TopologyError
-from topology.lanes import DSCP_OF_LANE, KV_LANE, MODEL_LANE
+from topology.lanes import DSCP_OF_LANE, KV_LANE, MODEL_LANE, Match
 from topology.namespaces import inside, new_netns
 from topology.netlink import NetlinkError, Request, RouteSocket
 from topology.netns import Network, PortCounters, realise
@@ -156,7 +156,7 @@ def test_a_copy_between_the_sides_of_a_cnic_pays_for_it_both_ways(cluster: Clust
     assert {key[:2] for key in added} == {("pe0", "cnic1")}
     for direction in ("read", "write"):
         assert_within(added["pe0", "cnic1", direction, "kv"], size * 1514 / 1448, rel=0.02)
-        assert added["pe0", "cnic1", direction, "control"] < size * 0.05
+        assert added["pe0", "cnic1", direction, "ack"] < size * 0.05
 
 
 def test_a_transfer_counts_at_its_two_ports_and_lane_only(cluster: Cluster) -> None:
@@ -165,11 +165,14 @@ def test_a_transfer_counts_at_its_two_ports_and_lane_only(cluster: Cluster) -> N
     size = 200_000
     ends = ("pe0", "cnic0", "gpu"), ("de0", "cnic1", "host")
     added = moved(network, lambda: cluster.carry(*ends, MODEL_LANE, size))
-    lanes = {key: count for key, count in added.items() if key[3] != "control"}
+    lanes = {key: count for key, count in added.items() if key[3] == "high"}
     assert set(lanes) == {("pe0", "cnic0", "read", "high"), ("de0", "cnic1", "write", "high")}
     assert len(set(lanes.values())) == 1
-    acks = {key for key in added if key[3] == "control"}
-    assert acks == {("pe0", "cnic0", "write", "control"), ("de0", "cnic1", "read", "control")}
+    acks = {key[:3] for key in added if key[3] == "ack"}
+    assert acks >= {("pe0", "cnic0", "write"), ("de0", "cnic1", "read")}
+    # The answer to the handshake is neither bare nor on the sender's lane.
+    handshake = {key[:3]: count for key, count in added.items() if key[3] == "control"}
+    assert handshake == {("pe0", "cnic0", "write"): 74, ("de0", "cnic1", "read"): 74}
 
 
 @pytest.mark.parametrize(
@@ -239,8 +242,8 @@ def test_any_other_change_is_noticed(cluster: Cluster) -> None:
     """A filter too many, a link brought down, a rule put in: each is a difference."""
     network = cluster.realise()
     index = cnic0_class(cluster).index
-    change(cluster.holders["pe0"], tc.HtbFilter(index, 0x68, 0x10).request("pe0"))
-    with pytest.raises(TopologyError, match=r"pe0\.cnic0 .*filter u32 tos 0x68: expected not to be there"):
+    change(cluster.holders["pe0"], tc.HtbFilter(index, (Match(0, 0xFC0000, 0x680000),), 0x10).request("pe0"))
+    with pytest.raises(TopologyError, match=r"pe0\.cnic0 .*filter u32 00680000/.* at 0: expected not to be there"):
         network.read_back()
     change(cluster.holders["sched"], Request(rtnl.Link.DELETE, 0, _link_by_name("mgmt0"), "delete mgmt0"))
     with pytest.raises(
