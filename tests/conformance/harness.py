@@ -65,8 +65,8 @@ SHAPED = pytest.mark.parametrize("kind", ["fluid", pytest.param("shaped", marks=
 
 NODES = ("pe0", "pe1", "de0")
 NIC = "cnic0"
-RATE = 25e6
-"""Payload bytes per second of every port, where ports are shaped: 200 Mb/s."""
+RATE = 12.5e6
+"""Payload bytes per second of every port, where ports are shaped: 100 Mb/s."""
 RPC_LATENCY_S = 0.020
 REGION_BYTES = 48 << 20
 LIMIT_S = 20.0

@@ -13,7 +13,7 @@ from emulator.fabric.interface import Endpoint, VirtualLane, WriteStream
 from ..within import assert_within
 from .harness import NIC, RATE, SHAPED, Bed, Kind, at, data, run_law, straight
 
-CHUNK = 50_000
+CHUNK = 25_000
 TWO_QUEUES_REL = 0.5
 """What a TCP flow through two full ports may lack of its max-min part; measured: 0.38."""
 EQUAL_REL = 0.45
