@@ -1,0 +1,149 @@
+"""Laws of the allocation: feasible, efficient, fair inside a lane, shares between lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emulator.fabric.maxmin import Flow, LaneRule, allocate, max_min
+
+from .within import assert_within
+
+CONTROL, MODEL, KV = 0, 1, 2
+RULES = {CONTROL: LaneRule(0.005, 0), MODEL: LaneRule(0.985, 0), KV: LaneRule(0.010, 1)}
+EPSILON = 1e-9
+
+
+@st.composite
+def networks(draw: st.DrawFn, lanes: Sequence[int] = (CONTROL, MODEL, KV)) -> tuple[list[Flow], list[float]]:
+    """Up to 24 flows, each over one to three of up to 8 ports, some of them equally fast."""
+    capacity = draw(st.lists(st.sampled_from([1.0, 2.5, 10.0]) | st.floats(0.1, 100), min_size=1, max_size=8))
+    ports = st.lists(st.integers(0, len(capacity) - 1), min_size=1, max_size=3, unique=True).map(tuple)
+    return draw(st.lists(st.builds(Flow, ports, st.sampled_from(lanes)), max_size=24)), capacity
+
+
+def loads(flows: Sequence[Flow], rates: Sequence[float], ports: int) -> list[float]:
+    """What each port carries."""
+    return [sum(rate for flow, rate in zip(flows, rates, strict=True) if p in flow.ports) for p in range(ports)]
+
+
+def full_ports(flows: Sequence[Flow], rates: Sequence[float], capacity: Sequence[float]) -> set[int]:
+    return {
+        port
+        for port, load in enumerate(loads(flows, rates, len(capacity)))
+        if load >= capacity[port] * (1 - EPSILON)
+    }
+
+
+@given(networks())
+def test_no_port_carries_more_than_its_capacity(network: tuple[list[Flow], list[float]]) -> None:
+    """Feasibility, and no negative rate."""
+    flows, capacity = network
+    rates = allocate(flows, capacity, RULES)
+    assert all(rate >= 0 for rate in rates)
+    for load, limit in zip(loads(flows, rates, len(capacity)), capacity, strict=True):
+        assert load <= limit * (1 + EPSILON)
+
+
+@given(networks())
+def test_every_flow_has_a_full_port(network: tuple[list[Flow], list[float]]) -> None:
+    """Work conservation: nobody could get more without somebody getting less."""
+    flows, capacity = network
+    full = full_ports(flows, allocate(flows, capacity, RULES), capacity)
+    assert all(full.intersection(flow.ports) for flow in flows)
+
+
+@given(networks(lanes=[KV]))
+def test_a_flow_is_among_the_largest_at_a_full_port(network: tuple[list[Flow], list[float]]) -> None:
+    """The bottleneck property, which characterises max-min fairness, inside one lane."""
+    flows, capacity = network
+    rates = allocate(flows, capacity, RULES)
+    full = full_ports(flows, rates, capacity)
+    for flow, rate in zip(flows, rates, strict=True):
+        assert any(
+            all(other <= rate * (1 + EPSILON) for f, other in zip(flows, rates, strict=True) if port in f.ports)
+            for port in full.intersection(flow.ports)
+        )
+
+
+@given(networks(), st.randoms(use_true_random=False))
+def test_the_order_of_flows_does_not_matter(network: tuple[list[Flow], list[float]], random: object) -> None:
+    """Permutation invariance."""
+    flows, capacity = network
+    order = list(range(len(flows)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    rates = allocate(flows, capacity, RULES)
+    permuted = allocate([flows[i] for i in order], capacity, RULES)
+    for position, original in enumerate(order):
+        assert_within(permuted[position], rates[original], rel=EPSILON, absolute=EPSILON, what="rate")
+
+
+@given(networks(), st.sampled_from([0.125, 3.0, 1e9]))
+def test_rates_scale_with_capacities(network: tuple[list[Flow], list[float]], factor: float) -> None:
+    """The unit of a rate does not matter."""
+    flows, capacity = network
+    rates = allocate(flows, capacity, RULES)
+    scaled = allocate(flows, [limit * factor for limit in capacity], RULES)
+    for rate, larger in zip(rates, scaled, strict=True):
+        assert_within(larger, rate * factor, rel=1e-6, absolute=EPSILON * factor, what="scaled rate")
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5), st.floats(1, 1e12))
+def test_a_contended_port_is_shared_by_guarantee(model: int, kv: int, control: int, rate: float) -> None:
+    """Under full contention lanes get 98.5 : 1 : 0.5, however many flows each has, and flows equal parts."""
+    counts = {MODEL: model, KV: kv, CONTROL: control}
+    flows = [Flow((0,), lane) for lane, count in counts.items() for _ in range(count)]
+    for flow, got in zip(flows, allocate(flows, [rate], RULES), strict=True):
+        assert_within(got, rate * RULES[flow.lane].guarantee / counts[flow.lane], rel=1e-9, what="share")
+
+
+@pytest.mark.parametrize("lane", [CONTROL, MODEL, KV])
+def test_a_lane_alone_gets_all(lane: int) -> None:
+    """A guarantee is no limit."""
+    assert allocate([Flow((0, 1), lane)], [8.0, 9.0], RULES) == [8.0]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "shares"),
+    [((MODEL, KV), (0.99, 0.01)), ((CONTROL, KV), (0.99, 0.01)), ((MODEL, CONTROL), (0.995, 0.005))],
+)
+def test_what_an_absent_lane_leaves_goes_to_the_better_one(lanes: Sequence[int], shares: Sequence[float]) -> None:
+    """Idle guarantees are lent by priority, then to the larger guarantee."""
+    for got, share in zip(allocate([Flow((0,), lane) for lane in lanes], [1.0], RULES), shares, strict=True):
+        assert_within(got, share, rel=1e-12, what="share")
+
+
+def test_what_a_better_lane_cannot_use_goes_to_kv() -> None:
+    """MODEL is held to 0.3 by another port: KV gets the other 0.7."""
+    model, kv = allocate([Flow((0, 1), MODEL), Flow((0,), KV)], [1.0, 0.3], RULES)
+    assert_within(model, 0.3, rel=1e-12)
+    assert_within(kv, 0.7, rel=1e-12)
+
+
+def test_kv_keeps_its_guarantee_where_others_of_its_lane_share_elsewhere() -> None:
+    """KV's one flow at a contended port has ten rivals at another port, and needs no more than its part there."""
+    flows = [Flow((0, 1), KV), Flow((0,), MODEL), *(Flow((1,), KV) for _ in range(9))]
+    kv, model, *rest = allocate(flows, [1.0, 1.0], RULES)
+    assert_within(kv, 0.01, rel=1e-9)
+    assert_within(model, 0.99, rel=1e-9)
+    for rate in rest:
+        assert_within(rate, 0.99 / 9, rel=1e-9)
+
+
+def test_a_flow_held_back_elsewhere_leaves_its_part_to_the_others() -> None:
+    """The textbook's parking lot: two links, one flow over both."""
+    assert max_min([(0, 1), (0,), (1,)], [10.0, 4.0]) == [2.0, 8.0, 2.0]
+
+
+def test_nobody_sends() -> None:
+    """No flows, no rates."""
+    assert allocate([], [1.0], RULES) == []
+
+
+def test_a_guarantee_is_a_share() -> None:
+    """A rule outside 0 to 1 is refused where it is built."""
+    with pytest.raises(ValueError, match="guarantee"):
+        LaneRule(1.5, 0)
