@@ -338,11 +338,12 @@ def _clocks(evidence: Evidence) -> Iterator[str]:
             at = getattr(r, name)
             if at is not None and not 0 <= at <= records.ended_s:
                 yield f"{r.id}: {name} {at} is outside the run, 0 to {records.ended_s} s"
-        if any(not seconds >= 0 or count < 1 for seconds, count in r.token_gaps):
-            yield f"{r.id}: token gaps {r.token_gaps} go back in time"
+        for seconds, count in r.token_gaps:
+            if not seconds >= 0 or count < 1:
+                yield f"{r.id}: {count} token gaps of {seconds} s go back in time"
     for engine, batches in _batches(records).items():
         if [b.index for b in batches] != list(range(len(batches))):
-            yield f"{engine}: batches numbered {[b.index for b in batches]}"
+            yield f"{engine}: batches numbered other than 0 to {len(batches) - 1}"
         for b in batches:
             if not 0 <= b.started_s <= b.ended_s <= records.ended_s:
                 yield f"{engine}: batch {b.index} lasts from {b.started_s} to {b.ended_s} s"
