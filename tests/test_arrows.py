@@ -29,7 +29,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "serving": ("serving",),
     "hosts": (
         *("plan", "node", "station", "supervisor", "cluster", "sim", "control", "state", "processes", "isolate"),
-        *("pidinit", "logs", "estimate", "evidence", "samples"),
+        *("pidinit", "logs", "estimate", "evidence", "samples", "probe"),
     ),
     "study": ("report", "study", "study.*"),
     "cli": ("cli", "cli.*", ""),
