@@ -5,8 +5,8 @@ Pure. Three concepts that share one word, the *block* (64 tokens):
 - ``Layout``: a Full Block is the array [layer, token, byte]; one layer of it is a Layer Block. Full Blocks lie
   end to end in a buffer, so the Layer Blocks of one layer are one strided ``Extent``.
 - ``BlockId``: names a block *and the whole prefix before it*, because the digest chains over the parent's id.
-  Its first half is the ``key`` by which stores look up, its second half the ``check`` by which two prefixes
-  whose keys collide are told apart. Tokens that do not fill a block have no id.
+  Its halves are the ``key``, which is what people and logs see of it, and the ``check``. Tries and stores
+  compare both, so that two prefixes whose keys collide are told apart. Tokens that do not fill a block have no id.
 - ``PrefixTrie``: which prefixes are committed, path-compressed: about 32 bytes a block, not one node a block.
 
 Must not import fabrics, stores or roles.
@@ -133,7 +133,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def key_of(block: BlockId) -> bytes:
-    """The 16 bytes by which a store looks the block up."""
+    """The 16 bytes that name the block in messages."""
     return block[:KEY_BYTES]
 
 

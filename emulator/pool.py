@@ -3,7 +3,7 @@
 Pure state machines: nothing waits here. A pool hands out ``Lease`` values and takes each back exactly once.
 ``PagePool`` may answer with several runs; ``BufferPool`` answers with one contiguous range or not at all.
 
-Whoever waits for a pool must queue first in, first out, and let nobody overtake the head. Then
+Whoever waits for a pool must queue in one fixed order, and let nobody overtake the head. Then
 fragmentation cannot starve a request that fits the pool at all: leases ahead of the head are finite in number,
 each is released in the end, and free neighbours merge at once, so at the latest with the pool empty the head
 finds one run of the whole size.
@@ -18,7 +18,7 @@ import msgspec
 
 from .records import PoolRecord
 
-__all__ = ["BufferPool", "Lease", "PagePool", "Pool", "PoolExhausted"]
+__all__ = ["BufferPool", "Lease", "PagePool", "Pool", "PoolExhausted", "Run"]
 
 Run = tuple[int, int]
 

@@ -62,7 +62,7 @@ class Appended(msgspec.Struct, frozen=True):
 
 def split_blocks(memory: npt.NDArray[np.uint8], block_bytes: int) -> list[memoryview]:
     """One view per block of ``memory`` (uint8, one dimension, a whole number of blocks laid end to end)."""
-    if memory.dtype != np.uint8 or memory.ndim != 1 or memory.size % block_bytes:
+    if memory.dtype != np.uint8 or memory.ndim != 1 or memory.size % block_bytes or not memory.flags.c_contiguous:
         raise ValueError(f"memory of {memory.size} x {memory.dtype}: expected uint8 blocks of {block_bytes} bytes")
     view = memory.data
     return [view[at : at + block_bytes] for at in range(0, memory.size, block_bytes)]
@@ -80,7 +80,7 @@ class BlockStore(ABC):
         self.block_bytes = block_bytes
         self._slots: dict[BlockId, int] = {}
         self._ids = bytearray()
-        """The ids of slots 0 .. end - 1, end to end; those of forgotten blocks are stale."""
+        """The ids of slots 0 .. end - 1, end to end; stale where a block was forgotten."""
         self._closed = False
 
     def __contains__(self, block: object) -> bool:
@@ -92,8 +92,8 @@ class BlockStore(ABC):
     def append(self, blocks: Blocks) -> Appended:
         """Commit a batch: all its new blocks become visible together, or none does.
 
-        A block that is there already is left as it is. ``payload``: ``block_bytes`` long, any memory.
-        Raises StoreError (definite: nothing was stored) when the bytes or the index cannot be kept.
+        A block that is there already is left as it is. Raises StoreError (definite: nothing was stored) when the
+        bytes or the index cannot be kept, ValueError for an id or a payload of another size.
         """
         self._check_open()
         fresh = dict(blocks)
@@ -191,10 +191,11 @@ class BlockStore(ABC):
         slot = self._slots.get(ids[begin])
         if slot is not None:
             limit = min(len(ids) - begin, self._reach(slot))
-            if self._joined_ids(slot, limit) == b"".join(ids[begin : begin + limit]):
+            nothing_stale = len(self._slots) == self._end
+            if nothing_stale and self._joined_ids(slot, limit) == b"".join(ids[begin : begin + limit]):
                 return slot, limit
             count = 1
-            while count < limit and self._id(slot + count) == ids[begin + count]:
+            while count < limit and self._slots.get(ids[begin + count]) == slot + count:
                 count += 1
             return slot, count
         raise StoreError(f"{self}: block {_name(ids[begin])} is not in the store ({len(self)} blocks are)")

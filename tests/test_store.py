@@ -110,6 +110,16 @@ def test_retain_forgets_the_others(store: BlockStore) -> None:
     assert len(store) == 0
 
 
+def test_a_forgotten_block_is_not_read_behind_its_neighbour(store: BlockStore) -> None:
+    """A run of blocks read at once ends where one was forgotten, stored anew elsewhere or not."""
+    store.append(batch(range(3)))
+    store.retain([block_id(0), block_id(2)])
+    with pytest.raises(StoreError, match=block_id(1)[:KEY_BYTES].hex()):
+        read(store, [block_id(i) for i in range(3)])
+    store.append([(block_id(1), payload(1, 1))])
+    assert read(store, [block_id(i) for i in range(3)]) == [payload(0), payload(1, 1), payload(2)]
+
+
 def test_wrong_sizes_are_the_callers_fault(store: BlockStore) -> None:
     """A payload or a buffer of another size than a block is refused before anything happens."""
     store.append(batch([1]))
@@ -120,8 +130,11 @@ def test_wrong_sizes_are_the_callers_fault(store: BlockStore) -> None:
         store.read([block_id(1)], [memoryview(bytearray(47))])
     with pytest.raises(ValueError, match="1 blocks to read into 2"):
         store.read_into([block_id(1)], np.zeros(2 * SIZE, dtype=np.uint8))
-    with pytest.raises(ValueError, match="blocks of 48 bytes"):
-        store.read_into([block_id(1)], np.zeros(SIZE + 1, dtype=np.uint8))
+    for memory in (np.zeros(SIZE + 1, dtype=np.uint8), np.zeros(2 * SIZE, dtype=np.uint8)[::2]):
+        with pytest.raises(ValueError, match="blocks of 48 bytes"):
+            store.read_into([block_id(1)], memory)
+    with pytest.raises(ValueError, match="expected 32 each"):
+        store.append([(BlockId(b"short"), payload(1))])
     with pytest.raises(ValueError, match="block_bytes = 0"):
         MemoryStore(0)
 
