@@ -56,26 +56,23 @@ class Client:
         self._on_progress: Callable[[int, int], None] = lambda done, total: None
         self._total = 0
 
-    async def replay(
-        self,
-        workload: Workload,
-        decisions: Decisions | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> Replayed:
-        """Run every trajectory to its end. ``on_progress(finished, total)`` is told of every request's end.
+    async def prepare(self, workload: Workload, decisions: Decisions | None = None) -> None:
+        """What comes before the clock starts: impose ``decisions``, and warm the store where that is asked for.
 
-        Raises ConfigError, before anything is served, for a request that the backend cannot hold or that the
-        decisions to repeat do not know.
+        Raises ConfigError for a request that the backend cannot hold or that the decisions do not know.
         """
         self._check(workload, decisions)
-        self._total = sum(len(trajectory.turns) for trajectory in workload.trajectories)
-        if on_progress is not None:
-            self._on_progress = on_progress
         if decisions is not None:
             await self._impose(decisions)
         if self._deployment.config.replay.warm:
             for trajectory in workload.trajectories:
                 await self._warm(trajectory)
+
+    async def replay(self, workload: Workload, on_progress: Callable[[int, int], None] | None = None) -> Replayed:
+        """Run every trajectory to its end. ``on_progress(finished, total)`` is told of every request's end."""
+        self._total = sum(len(trajectory.turns) for trajectory in workload.trajectories)
+        if on_progress is not None:
+            self._on_progress = on_progress
         t0_s = self._fabric.now()
         async with trio.open_nursery() as nursery:
             for trajectory in workload.trajectories:

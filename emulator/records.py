@@ -41,8 +41,8 @@ class PortBytes(msgspec.Struct, frozen=True):
     """One direction of one NIC on one lane, as this node's process counted it.
 
     ``direction`` is ``read`` (bytes leave the node's memory through the NIC) or ``write`` (bytes enter it).
-    ``busy_s`` is the model time during which at least one message was outstanding on it,
-    ``busy_bytes`` what was placed meanwhile. ``windows`` are payload bytes per window of ``window_s``.
+    ``busy_s`` is the model time during which at least one message was outstanding on it. ``windows`` are
+    payload bytes per window of ``window_s``; a message counts whole in the window in which it is over.
     """
 
     nic: str

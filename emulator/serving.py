@@ -5,24 +5,23 @@ The same code runs in a node's process and, for virtual time, with all other rol
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import trio
 
-from .client import Client, Replayed
+from .client import Client
 from .config import RunConfig
 from .decode import DecodeNode
 from .deployment import Deployment
 from .errors import EmulatorError
 from .fabric.interface import Fabric
 from .prefill import PrefillNode
-from .records import Decisions, NodeRecord
+from .records import NodeRecord
 from .scheduler import Scheduler
 from .storage import StorageNode
 from .store import MemoryStore, open_store
-from .workload import Workload
 
 __all__ = ["Role", "open_role"]
 
@@ -36,16 +35,12 @@ class Role:
         self._fabric = fabric
         self._part = part
 
-    async def replay(
-        self,
-        workload: Workload,
-        decisions: Decisions | None = None,
-        on_progress: Callable[[int, int], None] | None = None,
-    ) -> Replayed:
-        """Replay a workload; only the client's role can."""
+    @property
+    def client(self) -> Client:
+        """The role as the client, which alone replays workloads."""
         if not isinstance(self._part, Client):
             raise EmulatorError(f"{self._fabric.node}: only the client replays a workload")
-        return await self._part.replay(workload, decisions, on_progress)
+        return self._part
 
     def record(self) -> NodeRecord:
         """What this node counted until now."""

@@ -59,7 +59,8 @@ async def _simulate(
             )
             for member in config.members
         }
-        client = next(member.name for member in config.members if member.role == "client")
-        t0_s, ended_s, requests = await roles[client].replay(workload, decisions, on_progress)
+        client = next(roles[member.name].client for member in config.members if member.role == "client")
+        await client.prepare(workload, decisions)
+        t0_s, ended_s, requests = await client.replay(workload, on_progress)
         nodes = tuple(role.record() for role in roles.values())
     return RunRecords(t0_s=t0_s, ended_s=ended_s, requests=requests, nodes=nodes)

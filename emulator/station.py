@@ -44,8 +44,8 @@ RPC_PORT = 4790
 _INBOX_ORDERS = 8
 
 if TYPE_CHECKING:
+    from .client import Client
     from .fabric.tcp import Addresses
-    from .serving import Role
 
 log = structlog.get_logger()
 
@@ -107,6 +107,10 @@ class _Sampler:
     def __init__(self, fabric: Fabric, dilation: float) -> None:
         self._fabric = fabric
         self._dilation = dilation
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was sampled until now."""
         self._lateness_s: list[float] = []
         self._began_s = time.monotonic()
         self._cpu_s = time.process_time()
@@ -208,7 +212,7 @@ class _Station:
                     async with trio.open_nursery() as work:
                         async for step in inbox:
                             if isinstance(step, control.Play):
-                                work.start_soon(self._replay, role, step)
+                                work.start_soon(self._replay, role.client, step, sampler)
                             elif isinstance(step, control.Record):
                                 record = msgspec.structs.replace(
                                     role.record(), host=sampler.sample(fabric.retransmits())
@@ -221,7 +225,7 @@ class _Station:
                         work.cancel_scope.cancel()
             nursery.cancel_scope.cancel()
 
-    async def _replay(self, role: Role, order: control.Play) -> None:
+    async def _replay(self, client: Client, order: control.Play, sampler: _Sampler) -> None:
         decisions = None if order.decisions is None else control.read_file(Path(order.decisions), Decisions)
         load = _workload(Path(order.workload))
         news, progress = trio.open_memory_channel[control.Progress](1)
@@ -234,10 +238,13 @@ class _Station:
             async for event in progress:
                 await self._say(event)
 
+        await client.prepare(load, decisions)
+        # Warming the store computes for seconds on end, and no model time is measured meanwhile.
+        sampler.restart()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(tell)
             with news:
-                result = control.ReplayResult(*await role.replay(load, decisions, on_progress))
+                result = control.ReplayResult(*await client.replay(load, on_progress))
         control.write_file(Path(order.result), result)
         await self._say(control.Played())
 
