@@ -6,7 +6,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emulator.analysis import (
@@ -72,6 +72,7 @@ def test_bounds_and_loads_agree_on_the_papers_node(pe: int, de: int, free: bool)
 
 
 @given(CLUSTERS)
+@settings(deadline=None)
 def test_the_bounds_are_where_the_loads_meet_their_limits(cluster: Cluster) -> None:
     """With DRAM aside, loads fit exactly where P/D is within its bounds and a PE CNIC can read 2 B s/g."""
     section = bottleneck_free(cluster)
@@ -131,6 +132,7 @@ def test_warm_stores_the_first_prompts() -> None:
 
 
 @given(st.integers(1, 6))
+@settings(deadline=None)
 def test_more_agents_offer_more_until_the_gpus_bind(times: int) -> None:
     """k equal agents ask for k times the bytes; free_s is the slowest agent's until an engine's sum passes it."""
     one = offered_load(Workload((agent("a", (6400, 4), (64, 4)),)), ONE_BY_ONE, COSTS, warm=True)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emulator.errors import ConfigError
@@ -54,6 +54,7 @@ AGENTS = st.lists(
 
 
 @given(STREAMS, st.data())
+@settings(deadline=None)
 def test_any_cut_of_a_stream_is_that_part_of_the_whole(stream: Stream, data: st.DataObject) -> None:
     """``tokens(a, b)`` equals ``tokens(0, end)[a:b]``, as uint32 below the vocabulary."""
     whole = stream.tokens(0, len(stream))
@@ -66,6 +67,7 @@ def test_any_cut_of_a_stream_is_that_part_of_the_whole(stream: Stream, data: st.
 
 
 @given(SEEDS, st.integers(0, 100), st.integers(0, 100), st.integers(1, 64))
+@settings(deadline=None)
 def test_equal_seeds_give_equal_tokens_wherever_the_span_lies(
     seed: int, before: int, other: int, length: int
 ) -> None:
@@ -91,6 +93,7 @@ def test_ids_of_two_scopes_are_different_blocks() -> None:
 
 
 @given(AGENTS)
+@settings(deadline=None)
 def test_a_prompt_contains_what_its_predecessors_were_given_and_generated(workload: Workload) -> None:
     """Turn i + 1's prompt begins with turn i's prompt and output."""
     for trajectory in workload.trajectories:
@@ -101,12 +104,14 @@ def test_a_prompt_contains_what_its_predecessors_were_given_and_generated(worklo
 
 
 @given(AGENTS)
+@settings(deadline=None)
 def test_a_workload_survives_encoding(workload: Workload) -> None:
     """decode(encode(w)) == w."""
     assert decode(encode(workload)) == workload
 
 
 @given(st.binary(max_size=60))
+@settings(deadline=None)
 def test_what_is_no_workload_is_refused(data: bytes) -> None:
     """Decoding anything else is a ConfigError."""
     with pytest.raises(ConfigError, match="not an encoded workload"):
@@ -114,6 +119,7 @@ def test_what_is_no_workload_is_refused(data: bytes) -> None:
 
 
 @given(AGENTS, st.integers(1, 1200))
+@settings(deadline=None)
 def test_cutting_keeps_exactly_the_turns_before_the_first_too_long(workload: Workload, max_len: int) -> None:
     """Every kept context fits; the next one does not; what starts too long is left out and counted."""
     short, left_out = cut(workload, max_len)
@@ -125,6 +131,7 @@ def test_cutting_keeps_exactly_the_turns_before_the_first_too_long(workload: Wor
 
 
 @given(AGENTS, st.integers(1, 12), st.integers(0, 3))
+@settings(deadline=None)
 def test_a_closed_loop_starts_as_many_agents_as_asked_at_once(workload: Workload, agents: int, seed: int) -> None:
     """First turns arrive at 0, later ones follow; repeats come behind a round of their own and share no block."""
     loop = closed_loop(workload, agents, seed)
@@ -231,6 +238,7 @@ def _brute_force(workload: Workload, block: int, warm: bool) -> tuple[list[list[
 
 
 @given(AGENTS, st.booleans(), st.sampled_from([1, 16, 64]))
+@settings(deadline=None)
 def test_an_infinite_cache_hits_what_comparing_whole_prefixes_says(
     workload: Workload, warm: bool, block: int
 ) -> None:
