@@ -311,12 +311,12 @@ class _Segments:
             self._close(segment)
 
     def _file(self, segment: int, flags: int = 0) -> int:
-        file = self._open.pop(segment, None)
+        file = self._open.get(segment)
         if file is None:
             file = os.open(self.path(segment), os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
             if len(self._open) == _OPEN_SEGMENTS:
                 self._close(next(iter(self._open)))
-        self._open[segment] = file
+            self._open[segment] = file
         return file
 
     def _close(self, segment: int) -> None:

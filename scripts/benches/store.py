@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
         prog="scripts/bench store", description="The block store against plain files."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--batch", type=int, default=BATCH, help=f"blocks a batch (default {BATCH})")
     parser.add_argument("--dir", type=Path, default=None, help="a directory on the disk to measure")
     options = parser.parse_args(argv)
     figures: list[Figure] = []
@@ -52,65 +53,82 @@ def main(argv: Sequence[str]) -> int:
         ):
             file = os.open(Path(folder) / "plain", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                figures += _measure(store, file)
+                figures += _measure(store, file, options.batch)
             finally:
                 os.close(file)
     return show(figures, as_json=options.json)
 
 
-def _measure(store: FileStore, file: int) -> list[Figure]:
+def _measure(store: FileStore, file: int, batch_blocks: int) -> list[Figure]:
     size = store.block_bytes
-    batch_bytes = BATCH * size
+    batch_bytes = batch_blocks * size
     batches = TOTAL_BYTES // batch_bytes
     random = Random(size)
     payloads = split_blocks(np.frombuffer(random.randbytes(batch_bytes), dtype=np.uint8), size)
-    ids = [[BlockId(random.randbytes(ID_BYTES)) for _ in range(BATCH)] for _ in range(batches)]
-    named = [list(zip(batch, payloads, strict=True)) for batch in ids]
+    joined = [random.randbytes(batch_blocks * ID_BYTES) for _ in range(batches)]
     out = np.zeros(batch_bytes, dtype=np.uint8)
     views = split_blocks(out, size)
 
-    def store_write(i: int) -> None:
-        store.append(named[i])
+    def ids_of(i: int) -> list[BlockId]:
+        """Made just before they are used, as by a storage node that has just decoded a call."""
+        return [BlockId(joined[i][at : at + ID_BYTES]) for at in range(0, batch_blocks * ID_BYTES, ID_BYTES)]
 
-    def plain_write(i: int) -> None:
-        if os.pwritev(file, payloads, i * batch_bytes) != batch_bytes:
+    def store_write(i: int) -> float:
+        batch = list(zip(ids_of(i), payloads, strict=True))
+        began = time.perf_counter()
+        store.append(batch)
+        return time.perf_counter() - began
+
+    def plain_write(i: int) -> float:
+        began = time.perf_counter()
+        done = os.pwritev(file, payloads, i * batch_bytes)
+        seconds = time.perf_counter() - began
+        if done != batch_bytes:
             raise OSError("short write")
+        return seconds
 
-    def store_read(i: int) -> None:
-        store.read(ids[i], views)
+    def store_read(i: int) -> float:
+        batch = ids_of(i)
+        began = time.perf_counter()
+        store.read(batch, views)
+        return time.perf_counter() - began
 
-    def plain_read(i: int) -> None:
-        if os.preadv(file, views, i * batch_bytes) != batch_bytes:
+    def plain_read(i: int) -> float:
+        began = time.perf_counter()
+        done = os.preadv(file, views, i * batch_bytes)
+        seconds = time.perf_counter() - began
+        if done != batch_bytes:
             raise OSError("short read")
+        return seconds
 
     written = _in_turn(range(batches), store_write, plain_write)
-    if len(store) != batches * BATCH:
-        raise AssertionError(f"{len(store)} blocks stored of {batches * BATCH}")
+    if len(store) != batches * batch_blocks:
+        raise AssertionError(f"{len(store)} blocks stored of {batches * batch_blocks}")
     read = _in_turn(random.sample(range(batches), batches), store_read, plain_read)
     if out.tobytes() != b"".join(payloads):
         raise AssertionError("what was read is not what was written")
-    return [*_figures(f"{size} B Full Blocks written", written), *_figures(f"{size} B Full Blocks read", read)]
+    return [
+        figure
+        for what, seconds in (("written", written), ("read", read))
+        for figure in _figures(f"{size} B Full Blocks {what}", batch_blocks, seconds)
+    ]
 
 
 def _in_turn(
-    order: Iterable[int], ours: Callable[[int], None], plain: Callable[[int], None]
+    order: Iterable[int], ours: Callable[[int], float], plain: Callable[[int], float]
 ) -> tuple[float, float]:
     """Seconds of a batch, at the lower quartile, of the store and of the plain file."""
-    times: tuple[list[float], list[float]] = ([], [])
     gc.disable()
     try:
-        for i in order:
-            for act, seconds in zip((ours, plain), times, strict=True):
-                began = time.perf_counter()
-                act(i)
-                seconds.append(time.perf_counter() - began)
+        pairs = [(ours(i), plain(i)) for i in order]
     finally:
         gc.enable()
-    return statistics.quantiles(times[0], n=4)[0], statistics.quantiles(times[1], n=4)[0]
+    at_ours, at_plain = (statistics.quantiles(seconds, n=4)[0] for seconds in zip(*pairs, strict=True))
+    return at_ours, at_plain
 
 
-def _figures(name: str, seconds: tuple[float, float]) -> list[Figure]:
-    ours, plain = (BATCH / each for each in seconds)
+def _figures(name: str, blocks: int, seconds: tuple[float, float]) -> list[Figure]:
+    ours, plain = (blocks / each for each in seconds)
     return [
         Figure(f"{name}, store", ours, "blocks/s"),
         Figure(f"{name}, plain file", plain, "blocks/s"),
