@@ -518,3 +518,8 @@ def test_a_directory_that_cannot_be_a_store_is_refused(tmp_path: Path) -> None:
     database.close()
     with pytest.raises(StoreError, match="2 blocks with 1 ids"):
         in_files(tmp_path / "twice")
+    with sqlite3.connect(tmp_path / "twice" / "index.sqlite") as database:
+        database.execute("UPDATE run SET checksums = x'00'")
+    database.close()
+    with pytest.raises(StoreError, match="row 0 of the index is broken"):
+        in_files(tmp_path / "twice")
