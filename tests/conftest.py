@@ -9,6 +9,11 @@ from pathlib import Path
 
 import pytest
 import trio
+from hypothesis import settings
+
+# A busy machine is slow, not wrong.
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
