@@ -8,6 +8,9 @@ Pure. A flow crosses a few port directions and belongs to one lane. What holds o
 - at a contended port a lane that asks for it gets its guaranteed share, and what a lane leaves idle goes to
   the others, the better priority (then the larger guarantee) first, as HTB lends.
 
+The last holds exactly where lanes meet at one port of each flow. Along a chain of ports at which lanes meet,
+what a lane can use here depends on what others leave it there, and so on; the chain is followed one step.
+
 Must not import anything of the emulator.
 """
 
