@@ -26,7 +26,7 @@ import trio
 
 from topology.spec import ClusterSpec
 
-from . import control
+from . import control, subreaper
 from .config import EngineConfig, ModelConfig, ReplayConfig, RunConfig, ScaleConfig
 from .errors import EmulatorError
 from .plan import run_config
@@ -180,7 +180,7 @@ async def _supervised(
 
 def _spawn_supervisor() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "emulator.supervisor"],
+        [sys.executable, "-I", "-S", subreaper.__file__, sys.executable, "-P", "-m", "emulator.supervisor"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd="/",
@@ -202,13 +202,15 @@ async def _until_up(reports: control.Lines[control.Reply], on_stage: Callable[[s
 
 
 async def _ended(process: subprocess.Popen[bytes]) -> None:
-    """Return when the process is gone: by itself, or by force after a while."""
+    """Return when the supervisor and all below it are gone: by themselves, or by force after a while."""
     pidfd = os.pidfd_open(process.pid)
     try:
         with trio.move_on_after(_GRACE_S):
             await trio.lowlevel.wait_readable(pidfd)
+        if process.poll() is None:
+            process.terminate()
+            with trio.move_on_after(_GRACE_S):
+                await trio.lowlevel.wait_readable(pidfd)
     finally:
         os.close(pidfd)
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+    process.poll()

@@ -57,6 +57,7 @@ _READY_S = 120.0
 """Nine nodes that all import torch on two cores were measured at 24 s."""
 _CLOSE_S = 10.0
 _EXIT_S = 0.5
+_STOPS = (signal.SIGTERM, signal.SIGINT)
 _CLAIM_POLL_S = 0.02
 _EVENTS = 64
 _LAST_WORDS_BYTES = 4096
@@ -70,15 +71,20 @@ class _Stop(BaseException):
 
 def main() -> None:
     """Bring one cluster up, keep it, take it down. Exit code 0 if it was asked to end."""
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
+    for signum in _STOPS:
+        signal.signal(signum, _stop)
     terminal = os.dup(2)
     try:
         with ExitStack() as stack:
             request = msgspec.json.decode(_first_line(), type=control.UpRequest)
             supervisor = _Supervisor(request, stack)
             supervisor.prepare()
-            trio.run(supervisor.serve, terminal)
+            # Held back until trio listens for them: an exception out of a handler would break its run loop.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+            try:
+                trio.run(supervisor.serve, terminal)
+            finally:
+                _ignore_stops()
     except _Stop:
         return
     except (EmulatorError, TopologyError, isolate.IsolationError) as error:
@@ -93,7 +99,14 @@ def main() -> None:
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
+    _ignore_stops()
     raise _Stop
+
+
+def _ignore_stops() -> None:
+    """Once it is ending, a second signal must not cut the ending short."""
+    for signum in _STOPS:
+        signal.signal(signum, signal.SIG_IGN)
 
 
 def _as_error(error: Exception) -> EmulatorError:
@@ -313,25 +326,31 @@ class _Supervisor:
 
         ``terminal``: a descriptor of the standard error of whoever started us, held until detached.
         """
-        async with trio.open_nursery() as nursery:
-            self._scope = nursery.cancel_scope
-            nursery.start_soon(self._watch_signals)
-            nursery.start_soon(self._watch_lifeline, terminal)
-            for node in self._nodes.values():
-                node.adopt()
-                nursery.start_soon(node.pump, self._on_node_end)
-            _report(control.Stage("waiting for the nodes"))
-            with trio.move_on_after(_READY_S) as patience:
-                await self._each(lambda node: node.ask(control.Links(), control.Ready))
-            if patience.cancelled_caught:
-                raise EmulatorError(f"the nodes were not ready within {_READY_S:g} s")
-            self._keep_state("ready")
-            total_s = time.monotonic() - self._began_s
-            _report(control.Up(os.getpid(), tuple(self._nodes), self._network_s, total_s))
-            listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._listener))
-            nursery.start_soon(partial(trio.serve_listeners, self._attend, [listener]))
+        try:
+            async with trio.open_nursery() as nursery:
+                self._scope = nursery.cancel_scope
+                nursery.start_soon(self._watch_signals)
+                nursery.start_soon(self._watch_lifeline, terminal)
+                await self._open_for_business(nursery)
+        except BaseExceptionGroup as group:
+            _raise_fault(group)
         if self._broken is not None:
             raise EmulatorError(self._broken)
+
+    async def _open_for_business(self, nursery: trio.Nursery) -> None:
+        for node in self._nodes.values():
+            node.adopt()
+            nursery.start_soon(node.pump, self._on_node_end)
+        _report(control.Stage("waiting for the nodes"))
+        with trio.move_on_after(_READY_S) as patience:
+            await self._each(lambda node: node.ask(control.Links(), control.Ready))
+        if patience.cancelled_caught:
+            raise EmulatorError(f"the nodes were not ready within {_READY_S:g} s")
+        self._keep_state("ready")
+        total_s = time.monotonic() - self._began_s
+        _report(control.Up(os.getpid(), tuple(self._nodes), self._network_s, total_s))
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._listener))
+        nursery.start_soon(partial(trio.serve_listeners, self._attend, [listener]))
 
     async def _each(self, act: Callable[[_Node], Awaitable[None]]) -> None:
         """Do ``act`` with all nodes at once; the errors come as one, the cause before its echoes."""
@@ -350,7 +369,8 @@ class _Supervisor:
             self._scope.cancel()
 
     async def _watch_signals(self) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        with trio.open_signal_receiver(*_STOPS) as signals:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
             async for signum in signals:
                 log.info("stopping", signal=signal.Signals(signum).name)
                 self._scope.cancel()

@@ -1,0 +1,264 @@
+"""Clusters come up whole, stay up, and go without a trace, however they are ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from emulator.state import ProcessId
+from topology.namespaces import netns_fd_of_pid
+
+from .lifecycle import Host, host_links
+
+pytestmark = pytest.mark.root
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    """A state directory of the test's own; whatever a failing test leaves is killed."""
+    links = host_links()
+    found = Host(tmp_path / "state")
+    try:
+        yield found
+        assert host_links() <= links
+    finally:
+        for process in found.processes():
+            process.send(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """One cluster, "shared", that tests look at and none harms."""
+    host = Host(tmp_path_factory.mktemp("shared") / "state")
+    try:
+        host.run("up", "1p1d", "--name", "shared")
+        yield host
+        host.run("down", "shared")
+        assert host.quiet()
+    finally:
+        for process in host.processes():
+            process.send(signal.SIGKILL)
+
+
+def _await(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    """Wait for another process to get somewhere: it tells nobody, so its files are watched."""
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the other process never got there"
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (("true",), 0),
+        (("sh", "-c", "exit 7"), 7),
+        (("sh", "-c", "kill -TERM $$"), 128 + signal.SIGTERM),
+        (("sh", "-c", "kill -KILL $$"), 128 + signal.SIGKILL),
+        (("no-such-program",), 127),
+        (("/dev/null",), 126),
+    ],
+)
+def test_exec_returns_the_commands_code(up: Host, command: tuple[str, ...], code: int) -> None:
+    """The child's own code, 128 + n for signal n, a shell's codes for what cannot be run."""
+    up.run("exec", "pe0", "--", *command, code=code)
+
+
+def test_exec_stands_in_the_nodes_network(up: Host) -> None:
+    """The command sees the node's links and no others; one cluster needs no name."""
+    done = up.run("exec", "--cluster", "shared", "pe0", "--", "cat", "/proc/net/dev")
+    names = {line.split(":")[0].strip() for line in done.stdout.splitlines()[2:]}
+    assert names == {"lo", "mgmt0", "snic0", *(f"cnic{i}" for i in range(8))}
+
+
+def test_exec_in_an_unknown_node_lists_the_nodes(up: Host) -> None:
+    """One line, not zero."""
+    done = up.run("exec", "pe7", "--", "true", code=1)
+    assert "pe7" in done.stderr and "pe0, de0, st0, st1, sched, client" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_name_is_taken_once(up: Host) -> None:
+    """The second `up` fails, names the running one's pid, and leaves it unharmed."""
+    before = up.cluster("shared")
+    done = up.run("up", "1p1d", "--name", "shared", code=1)
+    assert f"pid {before['supervisor']}" in done.stderr
+    assert up.cluster("shared") == before
+    assert len(before["nodes"]) == 6
+
+
+def test_nodes_have_no_privileges_and_networks_of_their_own(up: Host) -> None:
+    """No capability, no_new_privs, one PID namespace together, a network namespace each."""
+    nodes = up.cluster("shared")["nodes"].values()
+    networks, families = set(), set()
+    for pid in nodes:
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        assert {int(status[f"Cap{kind}"], 16) for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {0}
+        assert status["NoNewPrivs"].strip() == "1"
+        networks.add(os.readlink(f"/proc/{pid}/ns/net"))
+        families.add(os.readlink(f"/proc/{pid}/ns/pid"))
+    assert len(networks) == len(nodes) and len(families) == 1
+    assert not (networks | families) & {os.readlink("/proc/self/ns/net"), os.readlink("/proc/self/ns/pid")}
+
+
+def test_the_killed_supervisor_takes_all_along(host: Host) -> None:
+    """kill -9 of the supervisor with one node stopped: every process is gone in 2 s, and `up` works at once.
+
+    Three times without a pause; no network namespace survives its node.
+    """
+    for _ in range(3):
+        host.run("up", "1p1d")
+        cluster = host.cluster("1p1d")
+        processes = host.processes()
+        # The supervisor, its init, six nodes.
+        assert len(processes) == 8
+        stopped = ProcessId.of(cluster["nodes"]["de0"])
+        assert stopped is not None and stopped.send(signal.SIGSTOP)
+        os.kill(cluster["supervisor"], signal.SIGKILL)
+        assert not host.gone(processes, 2.0)
+    assert host.cluster("1p1d")["phase"] == "gone"
+    host.run("down")
+    assert host.quiet()
+
+
+STAGES: dict[str, Callable[[Path], bool]] = {
+    "claimed": lambda path: path.exists(),
+    "recorded": lambda path: (path / "state.json").exists(),
+    "spawned": lambda path: (path / "logs" / "client.log").exists(),
+    "networked": lambda path: "network_ready" in _text(path / "logs" / "supervisor.log"),
+}
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("stage", STAGES)
+def test_up_interrupted_leaves_nothing(host: Host, stage: str, signum: signal.Signals) -> None:
+    """A signal at any stage of `up`: no process and no state is left. SIGINT exits 130."""
+    with host.start("up", "1p1d") as process:
+        _await(lambda: STAGES[stage](host.root / "1p1d") or process.poll() is not None)
+        processes = host.processes()
+        process.send_signal(signum)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == (130 if signum is signal.SIGINT else -signum), err
+    assert "Traceback" not in err
+    assert not host.gone(processes, 5.0)
+    assert host.quiet()
+
+
+@pytest.mark.parametrize("stage", ["recorded", "networked"])
+def test_a_supervisor_killed_on_the_way_up_is_one_line(host: Host, stage: str) -> None:
+    """`up` fails with one line, nothing is left, and the next `up` works at once."""
+    with host.start("up", "1p1d") as process:
+        _await(lambda: STAGES[stage](host.root / "1p1d"))
+        supervisor = next(
+            p for p in host.processes() if b"emulator.supervisor" in Path(f"/proc/{p.pid}/cmdline").read_bytes()
+        )
+        processes = host.processes()
+        supervisor.send(signal.SIGKILL)
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 1 and err.count("\n") == 1, err
+    assert not host.gone(processes, 2.0)
+    assert not host.clusters()
+    host.run("up", "1p1d")
+    host.run("down")
+    assert host.quiet()
+
+
+def test_clusters_come_and_go_beside_one_another(host: Host) -> None:
+    """Three up at once; each down leaves the others whole. (Three, for the time that eight take.)"""
+    names = ("a", "b", "c")
+    starting = [host.start("up", "1p1d", "--name", name) for name in names]
+    for process in starting:
+        with process:
+            assert process.wait(60) == 0
+    rest = {name: host.cluster(name) for name in names}
+    host.run("exec", "pe0", "--", "true", code=2)
+    for name in names[:2]:
+        host.run("down", name)
+        del rest[name]
+        assert {other: host.cluster(other) for other in rest} == rest
+        assert all(ProcessId.of(pid) for cluster in rest.values() for pid in cluster["nodes"].values())
+    host.run("down", "--all")
+    assert host.quiet()
+
+
+def test_down_needs_neither_file_nor_folder_nor_state(host: Host, tmp_path: Path) -> None:
+    """The topology file and its folder deleted, the state cut short: `down` works, decoys survive."""
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    (folder / "mine.toml").write_text("[cluster]\nname = 'mine'\npe_nodes = 1\nde_nodes = 1\ngpus_per_node = 1\n")
+    with host.start("up", "mine.toml", cwd=folder) as process:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+    (folder / "mine.toml").unlink()
+    folder.rmdir()
+    state = host.root / "mine" / "state.json"
+    state.write_bytes(state.read_bytes()[:40])
+    assert host.cluster("mine")["phase"] == "state unreadable"
+
+    (host.root / "mine-too").mkdir()
+    (host.root / "mine-too" / "state.json").write_text("{}")
+    (host.root / "mine.json").write_text("{}")
+    decoy = subprocess.Popen(
+        ["unshare", "-n", "sh", "-c", "ip link add pe0.cnic0 type veth peer cnic0; exec sleep 99"]
+    )
+    try:
+        host.run("down", "mine")
+        assert not host.gone(host.processes(), 2.0)
+        assert host.clusters() == ["mine-too", "mine.json"]
+        assert decoy.poll() is None
+        os.close(netns_fd_of_pid(decoy.pid))
+    finally:
+        decoy.kill()
+        decoy.wait()
+
+
+def test_a_full_disk_stops_cleanly(host: Host) -> None:
+    """ENOSPC in the state directory at whatever point: a clear line or a working cluster; `down` works."""
+    outcomes = set()
+    for kib in (4, 12):
+        host.root.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kib}k", "emulate-test", host.root], check=True)
+        try:
+            done = host.run("up", "1p1d", code=None)
+            outcomes.add(done.returncode)
+            if done.returncode:
+                assert done.returncode == 1 and "No space left on device" in done.stderr
+                assert done.stderr.count("\n") == 1
+            host.run("down")
+            assert host.quiet()
+        finally:
+            subprocess.run(["umount", host.root], check=True)
+            host.root.rmdir()
+    assert 1 in outcomes
+
+
+def test_the_largest_preset_is_quick(host: Host) -> None:
+    """2P4D: everything ready in 10 s, down in 2 s."""
+    assert host.json("up", "2p4d")["total_s"] <= 10
+    before_s = time.monotonic()
+    host.run("down")
+    assert time.monotonic() - before_s <= 2.0
+    assert host.quiet()
+
+
+def test_an_idle_node_lives_on(up: Host) -> None:
+    """No node's life hangs on the thread that started it: trio gives an idle thread 10 s, these are older."""
+    nodes = up.cluster("shared")["nodes"].values()
+    ticks_s = os.sysconf("SC_CLK_TCK")
+
+    def age_s() -> float:
+        youngest = max(process.start_ticks for pid in nodes if (process := ProcessId.of(pid)))
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - youngest / ticks_s
+
+    _await(lambda: age_s() > 12.0)
+    assert all(ProcessId.of(pid) for pid in nodes)
