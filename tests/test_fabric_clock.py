@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import trio
 from trio._core import _run as trio_run_module
 
 from emulator.fabric.clock import SimulationStuck, VirtualClock, run_virtual
+
+ROOT = Path(__file__).parents[1]
 
 
 async def sleepers(count: int, seconds: float) -> tuple[list[int], float]:
@@ -28,6 +31,14 @@ async def sleepers(count: int, seconds: float) -> tuple[list[int], float]:
         for i in range(count):
             nursery.start_soon(sleeper, i)
     return order, trio.current_time()
+
+
+def _output_of(code: str) -> str:
+    """What a Python process of its own prints that runs ``code`` in the checkout."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True, cwd=ROOT
+    )
+    return done.stdout
 
 
 def test_time_starts_at_zero_and_jumps() -> None:
@@ -53,10 +64,7 @@ def test_the_order_is_the_same_in_another_process() -> None:
         "from emulator.fabric.clock import run_virtual\n"
         "print(*run_virtual(sleepers, 20, 1.0, seed=5)[0])"
     )
-    printed = {
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        for _ in range(2)
-    }
+    printed = {_output_of(code) for _ in range(2)}
     assert printed == {" ".join(map(str, run_virtual(sleepers, 20, 1.0, seed=5)[0])) + "\n"}
 
 
@@ -156,7 +164,9 @@ def test_time_that_stands_still_is_noticed(program: Callable[[], object]) -> Non
         "except SimulationStuck as error:\n"
         "    print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=True, cwd=ROOT
+    )
     assert "stood still for 0.2 s" in done.stdout
     assert program.__name__ in done.stdout or "_supervise" in done.stdout
 
