@@ -60,7 +60,7 @@ CLASS_NAMES: Mapping[int, str] = MappingProxyType(
 """The leaf classes by minor number, the lanes named as their shares are."""
 
 _PARENT_OF_ALL = 0
-_MIN_BURST_BYTES = 4096
+_MIN_BURST_BYTES = 3072
 _BURST_S = 125e-6
 _QUANTUM_BYTES = 65536
 _MAX_RATE = 2**63 - 1
