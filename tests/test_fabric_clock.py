@@ -141,6 +141,23 @@ def test_a_stuck_program_unwinds() -> None:
     assert cleaned == [5.0]
 
 
+async def shielded() -> None:
+    with trio.CancelScope(shield=True):
+        await trio.sleep_forever()
+
+
+def test_a_program_that_cannot_be_cancelled_ends_too() -> None:
+    """One that is stuck behind a shield is torn down as it is. In a process of its own, since trio complains."""
+    code = (
+        "from tests.test_fabric_clock import *\n"
+        "try:\n"
+        "    run_virtual(shielded)\n"
+        "except SimulationStuck as error:\n"
+        "    print(error)"
+    )
+    assert "not to be cancelled: every task waits" in _output_of(code)
+
+
 async def livelock() -> None:
     while True:
         await trio.lowlevel.checkpoint()
