@@ -61,8 +61,11 @@ CLASS_NAMES: Mapping[int, str] = MappingProxyType(
 
 _PARENT_OF_ALL = 0
 _MIN_BURST_BYTES = 3072
+"""Two full segments: more would let a single message arrive noticeably early on a slow link."""
 _BURST_S = 125e-6
+"""How late a timer of the kernel may be without costing the link any of its rate."""
 _QUANTUM_BYTES = 65536
+"""At least the largest super-packet, or classes of one priority share their surplus in wrong proportions."""
 _MAX_RATE = 2**63 - 1
 
 

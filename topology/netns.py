@@ -265,7 +265,8 @@ def _port_plans(spec: ClusterSpec, rates: Mapping[tuple[str, str], float]) -> di
         try:
             plans[key] = port_plan(rates[key], spec.lanes)
         except TopologyError as error:
-            raise TopologyError(f"network.{port.nic.kind}_gbps ({_port(*key)}): {error.text}") from None
+            rate = "storage" if spec.node(port.node).role == "storage" else port.nic.kind
+            raise TopologyError(f"network.{rate}_gbps ({_port(*key)}): {error.text}") from None
         per_switch[port.nic.kind] += 1
     for kind, count in {**per_switch, "mgmt": len(spec.nodes)}.items():
         if count > _BRIDGE_MAX_PORTS:
