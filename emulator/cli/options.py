@@ -164,7 +164,7 @@ def load_workload(asked: Asked) -> tuple[Workload, int | None, tuple[str, ...]]:
             )
     if asked.aps is not None:
         return open_loop(workload, asked.aps, asked.seed), None, tuple(notes)
-    agents = asked.agents or len(workload.trajectories)
+    agents = asked.agents or max(1, len(workload.trajectories))
     return closed_loop(workload, agents, asked.seed, asked.max_len), agents, tuple(notes)
 
 

@@ -116,8 +116,8 @@ def test_the_killed_supervisor_takes_all_along(host: Host) -> None:
         host.run("up", "1p1d")
         cluster = host.cluster("1p1d")
         processes = host.processes()
-        # The supervisor, its init, six nodes.
-        assert len(processes) == 8
+        # The supervisor and its parent, the init, six nodes.
+        assert len(processes) == 9
         stopped = ProcessId.of(cluster["nodes"]["de0"])
         assert stopped is not None and stopped.send(signal.SIGSTOP)
         os.kill(cluster["supervisor"], signal.SIGKILL)
@@ -154,14 +154,16 @@ def test_up_interrupted_leaves_nothing(host: Host, stage: str, signum: signal.Si
     assert host.quiet()
 
 
+def _command(process: ProcessId) -> list[str]:
+    return Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")[:-1]
+
+
 @pytest.mark.parametrize("stage", ["recorded", "networked"])
 def test_a_supervisor_killed_on_the_way_up_is_one_line(host: Host, stage: str) -> None:
     """`up` fails with one line, nothing is left, and the next `up` works at once."""
     with host.start("up", "1p1d") as process:
         _await(lambda: STAGES[stage](host.root / "1p1d"))
-        supervisor = next(
-            p for p in host.processes() if b"emulator.supervisor" in Path(f"/proc/{p.pid}/cmdline").read_bytes()
-        )
+        supervisor = next(p for p in host.processes() if _command(p)[1:] == ["-P", "-m", "emulator.supervisor"])
         processes = host.processes()
         supervisor.send(signal.SIGKILL)
         _, err = process.communicate(timeout=20)

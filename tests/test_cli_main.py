@@ -1,0 +1,125 @@
+"""The command line as a whole: light to load, and every failure is one line and a code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from emulator.cli import main
+from emulator.errors import ConfigError, EmulatorError, InvariantBroken
+from topology.errors import TopologyError
+
+LOADED = """
+import sys
+try:
+    from emulator.cli import main
+    main({argv!r}, prog_name="emulate")
+except SystemExit as end:
+    assert not end.code, end.code
+import json
+print()
+print(json.dumps(sorted(name for name in sys.modules if "." not in name)))
+"""
+
+
+def _run(*argv: str) -> Result:
+    return CliRunner().invoke(main, argv, prog_name="emulate")
+
+
+def _loaded(*argv: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED.format(argv=argv)], capture_output=True, text=True, check=True
+    )
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("argv", [("--help",), ("--version",), ("status",), ("down",)])
+def test_light_commands_load_nothing_heavy(
+    argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Help, version and looking around load no numpy, torch, numba, trio or netlink library."""
+    monkeypatch.setenv("EMULATE_STATE_DIR", str(tmp_path))
+    assert not _loaded(*argv) & {"torch", "numba", "pyroute2", "numpy", "trio", "structlog"}
+
+
+def test_sim_needs_no_linux_networking() -> None:
+    """Virtual time loads neither the netlink library nor torch, which only the toy needs."""
+    loaded = _loaded("sim", "1p1d", "--agents", "1", "--max-len", "1000")
+    assert "numpy" in loaded
+    assert not loaded & {"pyroute2", "torch"}
+
+
+def test_every_command_is_there_and_says_what_it_does() -> None:
+    """Each name in the help loads, has help of its own, and takes -h."""
+    shown = _run("--help").output
+    for name in main.list_commands(click.Context(main)):
+        assert f"\n  {name} " in shown
+        done = _run(name, "-h")
+        assert done.exit_code == 0, done.output
+        assert "Usage: emulate" in done.output
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("stauts", "did you mean status?"), ("replya", "did you mean replay?"), ("zz", "commands: ")],
+)
+def test_an_unknown_command_is_answered_with_a_suggestion(given: str, meant: str) -> None:
+    """Exit 2, one line, the nearest name."""
+    done = _run(given)
+    assert done.exit_code == 2
+    assert meant in done.stderr and done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (EmulatorError("went wrong"), 1, "emulate: went wrong\n"),
+        (ConfigError("bad key"), 2, "emulate: bad key\n"),
+        (TopologyError("bad file"), 2, "emulate: bad file\n"),
+        (InvariantBroken("broken"), 4, "emulate: broken\n"),
+        (KeyboardInterrupt(), 130, "emulate: interrupted\n"),
+        (BaseExceptionGroup("g", [KeyboardInterrupt()]), 130, "emulate: interrupted\n"),
+        (BrokenPipeError(), 1, ""),
+    ],
+)
+def test_errors_are_one_line_and_a_code(
+    error: BaseException, code: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The code says whose fault; only what is ours would show a traceback."""
+
+    @click.command()
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(type(main), "get_command", lambda self, ctx, name: fails)
+    monkeypatch.setattr("os.dup2", lambda *fds: None)
+    done = _run("status")
+    assert done.exit_code == code
+    assert done.stderr.endswith(text)
+
+
+def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception that nobody raised on purpose comes out as it is."""
+
+    @click.command()
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(type(main), "get_command", lambda self, ctx, name: fails)
+    assert isinstance(_run("status").exception, ZeroDivisionError)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """Output into a closed pipe: no traceback, no complaint at exit."""
+    command = [sys.executable, "-c", "from emulator.cli import main; main()", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""

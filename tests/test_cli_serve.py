@@ -1,0 +1,132 @@
+"""`sim` and `verify` end to end, and what all replaying commands refuse before they begin."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from emulator.cli import main
+from emulator.traces import write_native
+from emulator.workload import Workload
+from tests.clusters import conversation
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The options that name a trace of two short conversations."""
+    path = tmp_path_factory.mktemp("trace") / "small.jsonl"
+    write_native(Workload((conversation("a", (300, 5), (70, 3)), conversation("b", (130, 64), (1, 2)))), path)
+    return ("--trace", str(path), "--trace-format", "native")
+
+
+def _run(*argv: str) -> Result:
+    return CliRunner().invoke(main, argv, prog_name="emulate")
+
+
+def _json(*argv: str) -> Any:
+    done = _run(*argv, "--json")
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_sim_compares_and_keeps_runs_that_verify(tmp_path: Path, small: tuple[str, ...]) -> None:
+    """One entry a path in the order given, one directory each, every invariant holds when read back."""
+    runs = _json("sim", "1p1d", *small, "--path", "de", "--path", "pe", "--out", str(tmp_path / "out"))["runs"]
+    assert [(run["system"], run["path"], run["fabric"]) for run in runs] == [
+        ("dualpath", "de", "fluid"),
+        ("dualpath", "pe", "fluid"),
+    ]
+    for run in runs:
+        assert run["tokens_equal"] is True and run["verdict"] == "valid"
+        assert run["path_share"][run["path"]] == 1
+        findings = _json("verify", run["out"])
+        assert findings["ok"] and all(finding["ok"] for finding in findings["findings"])
+    table = _run("sim", "1p1d", *small).stdout
+    assert "dualpath" in table and "equal" in table and "valid" in table
+
+
+def test_the_same_simulation_gives_the_same_report(tmp_path: Path, small: tuple[str, ...]) -> None:
+    """Byte for byte, and no wall clock or path in it."""
+    reports = []
+    for name in ("a", "b"):
+        _json("sim", "1p1d", *small, "--seed", "3", "--out", str(tmp_path / name))
+        reports.append((tmp_path / name / "report.json").read_bytes())
+    assert reports[0] == reports[1]
+    assert str(tmp_path).encode() not in reports[0]
+
+
+def test_decisions_can_be_repeated(tmp_path: Path, small: tuple[str, ...]) -> None:
+    """A run with another's decisions takes every path as that one did."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    _json("sim", "1p1d", *small, "--path", "de", "--out", str(first))
+    again = _json("sim", "1p1d", *small, "--decisions", str(first), "--out", str(second))
+    assert again["runs"][0]["path_share"] == {"pe": 0, "de": 1}
+
+
+def test_a_changed_record_is_found(tmp_path: Path, small: tuple[str, ...]) -> None:
+    """One wrong token in a finished run: exit 4 and the invariant's name."""
+    out = tmp_path / "out"
+    _json("sim", "1p1d", *small, "--out", str(out))
+    lines = (out / "requests.jsonl").read_text().splitlines()
+    row = json.loads(lines[0])
+    row["model_tokens"][0] ^= 1
+    (out / "requests.jsonl").write_text("\n".join([json.dumps(row), *lines[1:]]) + "\n")
+    done = _run("verify", str(out))
+    assert done.exit_code == 4
+    assert "BROKEN" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--agents", "2", "--aps", "1"), "--aps"),
+        (("--aps", "nan"), "aps"),
+        (("--agents", "0"), "--agents"),
+        (("--max-len", "1"), "no trajectories left"),
+        (("--trace", "no/such/file"), "--trace-format"),
+        (("--trace", "no/such/file", "--trace-format", "weka"), "no/such/file"),
+        (("--trace", "agentic", "--trace-format", "weka"), "bundled"),
+        (("--path", "both"), "--path"),
+        (("--system", "sglang"), "--system"),
+        (("--decisions", "no/such/run"), "no/such/run"),
+        (("--think", "hard"), "--think"),
+    ],
+)
+def test_bad_replay_options_are_refused(options: tuple[str, ...], said: str) -> None:
+    """Exit 2 and one line that names the option or the file."""
+    done = _run("sim", "1p1d", *options)
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_run_directory_is_not_overwritten(tmp_path: Path, small: tuple[str, ...]) -> None:
+    """The second run into one directory is refused before it begins."""
+    _json("sim", "1p1d", *small, "--out", str(tmp_path))
+    done = _run("sim", "1p1d", *small, "--out", str(tmp_path))
+    assert done.exit_code == 2 and str(tmp_path) in done.stderr
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    """`verify` of a missing or empty directory: exit 2, one line."""
+    for path in (tmp_path / "none", tmp_path):
+        done = _run("verify", str(path))
+        assert done.exit_code == 2 and done.stderr.count("\n") == 1
+
+
+def test_virtual_time_has_no_dilation() -> None:
+    """An option without meaning is refused, not ignored."""
+    assert "--dilation" in _run("sim", "1p1d", "--dilation", "2").stderr
+
+
+def test_a_request_that_is_not_served_fails_the_run(tmp_path: Path, small: tuple[str, ...]) -> None:
+    """Nothing fits, not even a block: a report with nulls, exit 1, no traceback."""
+    path = tmp_path / "tiny.toml"
+    path.write_text("[cluster]\npe_nodes = 1\nde_nodes = 1\n[engine]\nde_buffer_gb = 0.001\n")
+    done = _run("sim", str(path), *small, "--json")
+    assert done.exit_code == 1, done.output
+    run = json.loads(done.stdout)["runs"][0]
+    assert run["requests"]["done"] == 0 and run["ttft_s"] is None and run["tokens_equal"] is None
