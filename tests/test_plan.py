@@ -1,0 +1,66 @@
+"""A cluster description becomes what roles, fabric and kernel are given, or is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from emulator.config import EngineConfig, ModelConfig, RunConfig, ScaleConfig
+from emulator.deployment import Deployment
+from emulator.errors import ConfigError
+from emulator.plan import cluster_spec, emulated_rates, members_of, run_config
+from tests.within import assert_within
+from topology.errors import TopologyError
+from topology.spec import PRESETS, ClusterSpec, load_topology
+
+DEFAULTS = (EngineConfig(), ModelConfig(), ScaleConfig())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_configuration_crosses_processes_whole(name: str) -> None:
+    """As JSON and back it is equal, and the cluster description inside it is the one that went in."""
+    spec = load_topology(name)
+    run = run_config(spec, *DEFAULTS)
+    assert msgspec.json.decode(msgspec.json.encode(run), type=RunConfig) == run
+    assert cluster_spec(run) == spec
+
+
+def test_roles_see_every_node_and_its_engines() -> None:
+    """Names, roles and engines as the topology has them; nodes without GPUs have none."""
+    members = {m.name: (m.role, m.engines) for m in members_of(load_topology("1p2d"))}
+    assert members == {
+        "pe0": ("pe", 8),
+        "de0": ("de", 8),
+        "de1": ("de", 8),
+        "st0": ("storage", 0),
+        "st1": ("storage", 0),
+        "sched": ("scheduler", 0),
+        "client": ("client", 0),
+    }
+
+
+def test_the_kernel_is_given_scaled_rates() -> None:
+    """Every shaped NIC, its model rate over shrink and dilation."""
+    spec = load_topology("1p1d")
+    run = run_config(spec, EngineConfig(), ModelConfig(), ScaleConfig(kv_bytes=2, dilation=5.0))
+    shrink = float(Deployment(run).scale.shrink)
+    rates = emulated_rates(run)
+    assert len(rates) == len(spec.ports())
+    for port in spec.ports():
+        expected = port.nic.rate_bytes_s / shrink / 5.0
+        assert_within(rates[port.node, port.nic.name], expected, rel=1e-12, what=port.node)
+
+
+def test_what_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """A model that is not there, KV larger than the model's, a bad cost table, a cluster without addresses."""
+    spec = load_topology("1p1d")
+    with pytest.raises(ConfigError, match="nope"):
+        run_config(spec, EngineConfig(), ModelConfig(name="nope"), ScaleConfig())
+    with pytest.raises(ConfigError, match="kv_bytes"):
+        run_config(spec, EngineConfig(), ModelConfig(), ScaleConfig(kv_bytes=10**6))
+    with pytest.raises(ConfigError, match=r"costs\.csv"):
+        run_config(spec, EngineConfig(), ModelConfig(costs=str(tmp_path / "costs.csv")), ScaleConfig())
+    with pytest.raises(TopologyError, match="address plan"):
+        run_config(ClusterSpec(name="big", pe_nodes=200, de_nodes=100), *DEFAULTS)
