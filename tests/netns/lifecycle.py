@@ -15,7 +15,7 @@ from emulator.state import ProcessId
 
 __all__ = ["Host", "host_links"]
 
-EMULATE = (sys.executable, "-c", "from emulator.cli import main; main(prog_name='emulate')")
+EMULATE = "from emulator.cli import main; main(prog_name='emulate')"
 
 
 def host_links() -> set[str]:
@@ -26,16 +26,22 @@ def host_links() -> set[str]:
 class Host:
     """Runs `emulate` with ``root`` as its state directory, and finds its processes by their environment."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, user: int | None = None, python: str = sys.executable) -> None:
         self.root = root
+        self._user = user
+        self._python = python
         self._environment = os.environ | {"EMULATE_STATE_DIR": str(root)}
+        if python != sys.executable:
+            self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
 
     def start(self, *args: str, cwd: Path | None = None) -> subprocess.Popen[str]:
         """Start a command; the caller waits for it."""
         return subprocess.Popen(
-            [*EMULATE, *args],
+            [self._python, "-c", EMULATE, *args],
             env=self._environment,
             cwd=cwd,
+            user=self._user,
+            group=self._user,
             text=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -264,3 +267,46 @@ def test_an_idle_node_lives_on(up: Host) -> None:
 
     _await(lambda: age_s() > 12.0)
     assert all(ProcessId.of(pid) for pid in nodes)
+
+
+def _interpreter_for(user: int) -> str | None:
+    """This environment's interpreter, or the system's of the same version, if ``user`` can import with it."""
+    for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
+        try:
+            subprocess.run(
+                [python, "-c", "import emulator.supervisor"],
+                user=user,
+                group=user,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                cwd="/",
+                check=True,
+                capture_output=True,
+            )
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        return python
+    return None
+
+
+def test_without_root_a_user_namespace_does() -> None:
+    """As an ordinary user: up, exec in a node, down; no capability outside, none in the nodes."""
+    nobody = 65534
+    python = _interpreter_for(nobody)
+    if python is None:
+        pytest.skip("no interpreter here that an ordinary user may run sees this environment")
+    folder = Path(tempfile.mkdtemp(prefix="emulate-test-"))
+    os.chown(folder, nobody, nobody)
+    host = Host(folder / "state", user=nobody, python=python)
+    try:
+        host.run("up", "1p1d")
+        pid = host.cluster("1p1d")["nodes"]["pe0"]
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+        assert int(status["CapEff"], 16) == 0 and status["Uid"].split() == [str(nobody)] * 4
+        done = host.run("exec", "pe0", "--", "cat", "/proc/net/dev")
+        assert "cnic7:" in done.stdout
+        host.run("down")
+        assert host.quiet()
+    finally:
+        for process in host.processes():
+            process.send(signal.SIGKILL)
+        shutil.rmtree(folder)
