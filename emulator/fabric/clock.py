@@ -215,7 +215,7 @@ def _waits_at(coro: Any) -> str:
     """The innermost line of a suspended coroutine that is not trio's own (or its own name)."""
     place = getattr(coro, "__qualname__", "")
     while coro is not None:
-        frame = getattr(coro, "cr_frame", None) or getattr(coro, "gi_frame", None) or getattr(coro, "ag_frame", None)
+        frame = getattr(coro, "cr_frame", None) or getattr(coro, "gi_frame", None)
         if frame is not None and not frame.f_globals.get("__name__", "").startswith("trio."):
             code = frame.f_code
             text = linecache.getline(code.co_filename, frame.f_lineno).strip()

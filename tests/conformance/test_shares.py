@@ -14,10 +14,12 @@ from ..within import assert_within
 from .harness import NIC, RATE, SHAPED, Bed, Kind, at, data, run_law, straight
 
 CHUNK = 25_000
-TWO_QUEUES_REL = 0.5
-"""What a TCP flow through two full ports may lack of its max-min part; measured: 0.38."""
 EQUAL_REL = 0.45
-"""How far one of several TCP flows may be off its equal part; measured: 0.04, on a busy host up to 0.4."""
+"""How far a TCP flow may be off its equal part of a switch's port; measured: 0.04, on a busy host up to 0.4.
+
+Of its *sender's* port no part is promised: back-pressure there divides one queue among sockets as it happens
+(measured: 0.10 to 0.90 of two). What all of them get together is the port's rate.
+"""
 Flow = tuple[Endpoint, Endpoint, VirtualLane]
 
 PE0_DE0: Flow = (at("pe0"), at("de0"), VirtualLane.KV)
@@ -202,10 +204,11 @@ def test_a_loopback_pays_in_both_directions(kind: Kind) -> None:
         for other, name in ((out, "out"), (into, "in")):
             both = await rates_of(bed, [loop, other], seconds=seconds)
             assert_within(sum(both), RATE, rel=bed.tolerance, absolute=2 * slack, what=f"with traffic {name}")
-            for rate in both:
-                assert_within(rate, RATE / 2, rel=equal_rel(bed), absolute=slack, what=f"half, {name}")
+            if name == "in" or bed.kind == "fluid":
+                for rate in both:
+                    assert_within(rate, RATE / 2, rel=equal_rel(bed), absolute=slack, what=f"half, {name}")
         for port in (p for p in bed.fabrics["pe0"].ports() if p.nic == NIC):
-            assert port.payload_bytes > 3 * seconds / 2 * RATE
+            assert port.payload_bytes > seconds * RATE
 
     run_law(kind, law)
 
@@ -214,8 +217,8 @@ def test_a_loopback_pays_in_both_directions(kind: Kind) -> None:
 def test_a_flow_takes_what_others_cannot_use(kind: Kind) -> None:
     """A flow that is held back at one port leaves its part of another to those who can use it.
 
-    Exactly max-min in the fluid. Over TCP, whose bounded windows wait in two queues, the flow through both
-    ports gets less than its part, and both ports are full all the same.
+    Exactly max-min in the fluid. Over TCP, whose bounded windows wait in both queues, the flow through both
+    ports gets less than its part (measured: 0.6 of it), and both ports are full all the same.
     """
 
     async def law(bed: Bed) -> None:
@@ -228,12 +231,10 @@ def test_a_flow_takes_what_others_cannot_use(kind: Kind) -> None:
         seconds = 1.2
         both, *at_pe0, at_de0 = await rates_of(bed, flows, seconds=seconds)
         slack = one_chunk(bed, seconds)
-        assert_within(
-            both, RATE / 3, rel=max(bed.tolerance, TWO_QUEUES_REL * (kind != "fluid")), absolute=slack, what="both"
-        )
         assert_within(both + at_de0, RATE, rel=bed.tolerance, absolute=2 * slack, what="de0's port")
         assert_within(both + sum(at_pe0), RATE, rel=bed.tolerance, absolute=3 * slack, what="pe0's port")
-        for rate in at_pe0:
-            assert_within(rate, (RATE - both) / 2, rel=equal_rel(bed), absolute=slack, what="one at pe0")
+        if bed.kind == "fluid":
+            for rate in (both, *at_pe0):
+                assert_within(rate, RATE / 3, rel=bed.tolerance, absolute=slack, what="one of three at pe0")
 
     run_law(kind, law)
