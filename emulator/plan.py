@@ -1,9 +1,13 @@
 """From a cluster description to what its parts are given: members for roles, addresses and rates for the network.
 
-Pure. The only place besides the supervisor where ``topology``'s values meet ``emulator``'s.
+Pure but for reading the user's files. The only place besides the supervisor where ``topology``'s values meet
+``emulator``'s.
 """
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import msgspec
 
@@ -12,7 +16,7 @@ from topology.spec import AddressPlan, ClusterSpec
 from .config import EngineConfig, Member, ModelConfig, ReplayConfig, RunConfig, ScaleConfig
 from .deployment import Deployment
 
-__all__ = ["cluster_spec", "emulated_rates", "members_of", "run_config"]
+__all__ = ["cluster_spec", "emulated_rates", "members_of", "model_file", "run_config"]
 
 
 def members_of(spec: ClusterSpec) -> tuple[Member, ...]:
@@ -27,7 +31,7 @@ def run_config(
     scale: ScaleConfig,
     replay: ReplayConfig | None = None,
 ) -> RunConfig:
-    """The configuration of a run on ``spec``.
+    """The configuration of a run on ``spec``; a model or cost file is named by its absolute path from here on.
 
     Raises ConfigError for a model, scale or cost table that cannot be, TopologyError for a cluster that the
     address plan has no room for: before anything is started.
@@ -37,7 +41,7 @@ def run_config(
         topology=msgspec.to_builtins(spec),
         members=members_of(spec),
         engine=engine,
-        model=model,
+        model=_absolute(model),
         scale=scale,
         replay=replay or ReplayConfig(),
     )
@@ -45,6 +49,21 @@ def run_config(
     # Reads the model's cost table, which is the user's file.
     assert deployment.costs
     return run
+
+
+def model_file(model: ModelConfig) -> Path | None:
+    """The user's own file that describes the model; None for a bundled shape."""
+    return Path(model.name) if "/" in model.name or model.name.endswith(".toml") else None
+
+
+def _absolute(model: ModelConfig) -> ModelConfig:
+    """Other processes stand in other directories."""
+    own = model_file(model)
+    return msgspec.structs.replace(
+        model,
+        name=model.name if own is None else os.path.abspath(own),
+        costs=os.path.abspath(model.costs) if model.costs else "",
+    )
 
 
 def cluster_spec(run: RunConfig) -> ClusterSpec:

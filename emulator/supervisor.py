@@ -38,10 +38,11 @@ from topology.netns import realise
 from topology.spec import AddressPlan
 
 from . import control, isolate
+from .config import RunConfig
 from .errors import EmulatorError, PeerLost, ProtocolViolation
 from .logs import configure_logs
 from .node import IN_NETNS
-from .plan import cluster_spec, emulated_rates
+from .plan import cluster_spec, emulated_rates, model_file
 from .records import NodeRecord, RunRecords
 from .state import Claim, ClusterDir, ClusterState, ProcessId, boot_id
 from .station import fault_of
@@ -252,6 +253,8 @@ class _Supervisor:
         self._runs = 0
         self._busy = False
         self._broken: str | None = None
+        self._ending = False
+        self._leaving = trio.CancelScope()
 
     def prepare(self) -> None:
         """All that must come before trio. Everything taken is given back by the exit stack."""
@@ -268,6 +271,7 @@ class _Supervisor:
         self._listener = claim.listen()
         self._stack.callback(self._listener.close)
         self._keep_state("starting")
+        self._run = _with_own_files(self._run, directory.path)
 
         if os.geteuid() != 0:
             isolate.enter_user_namespace()
@@ -361,19 +365,25 @@ class _Supervisor:
         except BaseExceptionGroup as group:
             _raise_fault(group)
 
+    def _end(self) -> None:
+        """Stop serving; nobody waits any more for nodes to leave a run, since they are about to be ended."""
+        self._ending = True
+        self._leaving.cancel()
+        self._scope.cancel()
+
     def _on_node_end(self, node: _Node) -> None:
         """A node's network namespace is gone with it, and so is the cluster, once a run has heard of it."""
         log.error("node_ended", node=node.name, text=node.ended)
         self._broken = node.ended
         if not self._busy:
-            self._scope.cancel()
+            self._end()
 
     async def _watch_signals(self) -> None:
         with trio.open_signal_receiver(*_STOPS) as signals:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
             async for signum in signals:
                 log.info("stopping", signal=signal.Signals(signum).name)
-                self._scope.cancel()
+                self._end()
 
     async def _watch_lifeline(self, terminal: int) -> None:
         stream = trio.lowlevel.FdStream(os.dup(0))
@@ -389,7 +399,7 @@ class _Supervisor:
                 os.close(null)
                 return
         log.info("stopping", lifeline="ended")
-        self._scope.cancel()
+        self._end()
 
     async def _attend(self, stream: trio.SocketStream) -> None:
         """One client of the control socket. What goes wrong with it is its own affair."""
@@ -405,7 +415,7 @@ class _Supervisor:
             except (trio.BrokenResourceError, ProtocolViolation) as error:
                 log.warning("client_lost", text=str(error))
         if self._broken is not None:
-            self._scope.cancel()
+            self._end()
 
     async def _answer(
         self,
@@ -485,9 +495,10 @@ class _Supervisor:
         except Exception as error:
             faults.append(error)
         finally:
-            with trio.CancelScope(shield=True), trio.move_on_after(_CLOSE_S) as patience:
-                await self._each(lambda node: node.leave_run(faults))
-            if patience.cancelled_caught:
+            with trio.move_on_after(_CLOSE_S, shield=True) as self._leaving:
+                if not self._ending:
+                    await self._each(lambda node: node.leave_run(faults))
+            if self._leaving.cancelled_caught and not self._ending:
                 self._broken = self._broken or f"the nodes did not leave the run within {_CLOSE_S:g} s"
         if self._broken is not None:
             faults.append(EmulatorError(self._broken))
@@ -544,8 +555,18 @@ class _Supervisor:
         return ()
 
 
+def _with_own_files(run: RunConfig, directory: Path) -> RunConfig:
+    """The run with its model and cost files copied: users edit and delete theirs while the cluster is up."""
+    model = run.model
+    if (own := model_file(model)) is not None:
+        model = msgspec.structs.replace(model, name=_handed_over(str(own), directory / "model.toml"))
+    if model.costs:
+        model = msgspec.structs.replace(model, costs=_handed_over(model.costs, directory / "costs.csv"))
+    return msgspec.structs.replace(run, model=model)
+
+
 def _handed_over(source: str, target: Path) -> str:
-    """A copy of a client's file that the nodes, who may be another user, will be able to read."""
+    """A copy of the user's file that the nodes, who may be another user, will be able to read."""
     try:
         shutil.copyfile(source, target)
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 from emulator.config import EngineConfig, ModelConfig, RunConfig, ScaleConfig
 from emulator.deployment import Deployment
 from emulator.errors import ConfigError
-from emulator.plan import cluster_spec, emulated_rates, members_of, run_config
+from emulator.plan import cluster_spec, emulated_rates, members_of, model_file, run_config
 from tests.within import assert_within
 from topology.errors import TopologyError
 from topology.spec import PRESETS, ClusterSpec, load_topology
@@ -64,3 +65,17 @@ def test_what_cannot_run_is_refused_before_anything_starts(tmp_path: Path) -> No
         run_config(spec, EngineConfig(), ModelConfig(costs=str(tmp_path / "costs.csv")), ScaleConfig())
     with pytest.raises(TopologyError, match="address plan"):
         run_config(ClusterSpec(name="big", pe_nodes=200, de_nodes=100), *DEFAULTS)
+
+
+def test_files_of_the_users_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relative model or cost file becomes absolute; a bundled name stays a name."""
+    shape = resources.files("emulator.models").joinpath("ds27b.toml").read_text()
+    (tmp_path / "mine.toml").write_text(shape)
+    (tmp_path / "costs.csv").write_text("cached,bsz,ms\n0,1,1\n0,99999,9\n199999,1,2\n199999,99999,99\n")
+    monkeypatch.chdir(tmp_path)
+    model = run_config(
+        load_topology("1p1d"), EngineConfig(), ModelConfig(name="mine.toml", costs="costs.csv"), ScaleConfig()
+    ).model
+    assert (model.name, model.costs) == (str(tmp_path / "mine.toml"), str(tmp_path / "costs.csv"))
+    assert model_file(model) == tmp_path / "mine.toml"
+    assert model_file(ModelConfig()) is None

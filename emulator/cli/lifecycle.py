@@ -14,7 +14,7 @@ from ..state import ClusterDir, ClusterState, check_cluster_name, cluster_dirs, 
 if TYPE_CHECKING:
     from ..config import RunConfig
 
-__all__ = ["down", "exec_", "find_cluster", "status", "up"]
+__all__ = ["down", "exec_", "find_cluster", "show_stage", "status", "up"]
 
 
 def find_cluster(name: str | None) -> ClusterDir:
@@ -52,7 +52,7 @@ def up(
 
     run = load_run(topology, model=model, kv_bytes=kv_bytes, dilation=dilation)
     name = check_cluster_name(name or run.topology["name"])
-    started = trio.run(start_cluster, name, topology, run, _show_stage)
+    started = trio.run(start_cluster, name, topology, run, show_stage)
     if as_json:
         facts = {"cluster": name, "supervisor": started.supervisor, "nodes": list(started.nodes)}
         seconds = {"network_s": round(started.network_s, 3), "total_s": round(started.total_s, 3)}
@@ -63,7 +63,8 @@ def up(
     click.echo(f"  supervisor pid {started.supervisor}; state and logs in {state_root() / name}")
 
 
-def _show_stage(text: str) -> None:
+def show_stage(text: str) -> None:
+    """Tell somebody who is watching what is being done."""
     if sys.stderr.isatty():
         click.echo(f"{text} ...", err=True)
 

@@ -23,11 +23,12 @@ from ..estimate import estimate
 from ..evidence import continuing_turns, expected_tokens
 from ..isolate import invoking_user
 from ..judge import Verdict, judge, judge_virtual, kernel_ports
+from ..plan import cluster_spec
 from ..records import Decisions, RunRecords
 from ..report import FinishedRun, claim_run_dir, read_run_dir, run_entry, setup_of, table, write_run_dir
 from ..verify import Evidence
 from ..verify import verify as check
-from .lifecycle import find_cluster
+from .lifecycle import find_cluster, show_stage
 from .options import Asked, cluster_options, load_decisions, load_run, load_workload, replay_options
 
 __all__ = ["replay", "run", "sim", "verify"]
@@ -207,8 +208,6 @@ def run(
     """Bring TOPOLOGY up, replay a trace with every system and path given, compare, take it down."""
     import trio
 
-    from topology.spec import load_topology
-
     from ..cluster import open_cluster
 
     base = load_run(topology, model=model, kv_bytes=kv_bytes, dilation=dilation)
@@ -217,7 +216,12 @@ def run(
 
     async def work() -> None:
         async with open_cluster(
-            load_topology(topology), engine=base.engine, model=base.model, scale=base.scale, name=name
+            cluster_spec(base),
+            engine=base.engine,
+            model=base.model,
+            scale=base.scale,
+            name=name,
+            on_stage=show_stage,
         ) as live:
             await _replay_all(job, live)
 
