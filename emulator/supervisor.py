@@ -411,6 +411,8 @@ class _Supervisor:
                         reply = await self._answer(request, stream, requests, owned)
                     except EmulatorError as error:
                         reply = control.Failed.of(error)
+                    except OSError as error:
+                        reply = control.Failed(EmulatorError.code, f"{error.filename}: {error.strerror}")
                     await stream.send_all(control.encode(reply))
             except (trio.BrokenResourceError, ProtocolViolation) as error:
                 log.warning("client_lost", text=str(error))
@@ -464,12 +466,14 @@ class _Supervisor:
                 news.send_nowait(event)
 
         async def tell() -> None:
-            async for event in progress:
-                await stream.send_all(control.encode(event))
+            with suppress(trio.BrokenResourceError):
+                async for event in progress:
+                    await stream.send_all(control.encode(event))
 
         async def heed(scope: trio.CancelScope) -> None:
-            async for _ in requests:
-                break
+            with suppress(trio.BrokenResourceError, ProtocolViolation):
+                async for _ in requests:
+                    break
             scope.cancel()
 
         outcome: control.LiveRun | EmulatorError = EmulatorError("the replay was cancelled")

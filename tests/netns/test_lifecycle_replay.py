@@ -169,3 +169,21 @@ def test_run_interrupted_takes_its_cluster_along(host: Host, signum: signal.Sign
     assert process.returncode == (130 if signum is signal.SIGINT else -signum), err
     assert "Traceback" not in err
     assert not host.gone(host.processes() - {ProcessId.of(os.getpid())}, 5.0)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+def test_a_killed_client_leaves_the_cluster_ready(host: Host, signum: signal.Signals) -> None:
+    """`emulate replay` ended in the middle, however rudely: its run is withdrawn, the next one is whole."""
+    host.run("up", "1p1d", "--dilation", "0.5")
+    with host.start("replay", "--agents", "2") as process:
+        while not (host.root / "1p1d" / "runs" / "1").exists():
+            assert process.poll() is None
+            time.sleep(0.002)
+        process.send_signal(signum)
+        process.communicate(timeout=30)
+    while (host.root / "1p1d" / "runs" / "1").exists():
+        time.sleep(0.002)
+    done = host.run("replay", "--agents", "1", "--max-len", "500", "--json", code=None)
+    assert done.returncode in (0, 3), done.stderr
+    assert json.loads(done.stdout)["runs"][0]["tokens_equal"] is True
+    host.run("down")
