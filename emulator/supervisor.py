@@ -14,11 +14,9 @@ fails ends only the run.
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable
@@ -33,15 +31,14 @@ import structlog
 import trio
 
 from topology.errors import TopologyError
-from topology.namespaces import netns_fd_of_pid
 from topology.netns import realise
 from topology.spec import AddressPlan
 
 from . import control, isolate
 from .config import RunConfig
-from .errors import EmulatorError, PeerLost, ProtocolViolation
+from .errors import EmulatorError, ProtocolViolation
 from .logs import configure_logs
-from .node import IN_NETNS
+from .nodeprocess import NodeProcess
 from .plan import cluster_spec, emulated_rates, model_file
 from .records import NodeRecord, RunRecords
 from .state import Claim, ClusterDir, ClusterState, ProcessId, boot_id
@@ -53,15 +50,12 @@ DETACH = b"detach\n"
 
 _CLAIM_S = 3.0
 """How long a name that is just going away, or just coming up, is waited for."""
-_NETNS_S = 20.0
 _READY_S = 120.0
 """Nine nodes that all import torch on two cores were measured at 24 s."""
 _CLOSE_S = 10.0
 _EXIT_S = 0.5
 _STOPS = (signal.SIGTERM, signal.SIGINT)
 _CLAIM_POLL_S = 0.02
-_EVENTS = 64
-_LAST_WORDS_BYTES = 4096
 
 log = structlog.get_logger()
 
@@ -134,112 +128,6 @@ def _report(event: control.Reply) -> None:
         raise _Stop from None
 
 
-class _Node:
-    """One node's process: its orders, its events, and how it ended."""
-
-    def __init__(self, name: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
-        self.name = name
-        self.process = process
-        self.ended: str | None = None
-        self._log_path = log_path
-        self._sender, self._events = trio.open_memory_channel[control.NodeEvent](_EVENTS)
-
-    def adopt(self) -> None:
-        """Hand the pipes to trio."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self._orders = trio.lowlevel.FdStream(os.dup(self.process.stdin.fileno()))
-        self._speech = trio.lowlevel.FdStream(os.dup(self.process.stdout.fileno()))
-        self.process.stdin.close()
-        self.process.stdout.close()
-
-    async def pump(self, on_end: Callable[[_Node], None]) -> None:
-        """Pass the node's events on until it ends; then say how."""
-        try:
-            async for event in control.Lines[control.NodeEvent](self._speech, control.NodeEvent):
-                await self._sender.send(event)
-        except ProtocolViolation as error:
-            log.error("node_speaks_nonsense", node=self.name, text=error.text)
-            self.process.kill()
-        # The end of its output comes before the end of the process by no more than its exit.
-        pidfd = os.pidfd_open(self.process.pid)
-        try:
-            with trio.move_on_after(_EXIT_S):
-                await trio.lowlevel.wait_readable(pidfd)
-        finally:
-            os.close(pidfd)
-        self.ended = self.obituary(self.process.poll())
-        self._sender.close()
-        on_end(self)
-
-    def obituary(self, code: int | None) -> str:
-        """How the process ended, with the last line of its log; ``code`` as Popen gives it."""
-        if code is None:
-            how = "closed its output"
-        elif code < 0:
-            how = f"was ended by {signal.Signals(-code).name}"
-        else:
-            how = f"ended with code {code}"
-        return f"{self.name}: the process {how}{self._last_words()}"
-
-    def _last_words(self) -> str:
-        try:
-            with self._log_path.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_WORDS_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError:
-            return ""
-        return f": {lines[-1][:400]}" if lines else ""
-
-    async def tell(self, order: control.NodeOrder) -> None:
-        """Send an order; one task at a time. EmulatorError when the node has ended."""
-        try:
-            await self._orders.send_all(control.encode(order))
-        except trio.BrokenResourceError:
-            raise PeerLost(self.ended or f"{self.name}: the process is gone") from None
-
-    async def hear(self) -> control.NodeEvent:
-        """The node's next event. The error that it reports, or that it ended, is raised."""
-        try:
-            event = await self._events.receive()
-        except trio.EndOfChannel:
-            raise EmulatorError(self.ended or f"{self.name}: the process is gone") from None
-        if isinstance(event, control.Failed):
-            text = event.text if event.text.startswith(f"{self.name}: ") else f"{self.name}: {event.text}"
-            raise msgspec.structs.replace(event, text=text).error()
-        return event
-
-    async def ask(
-        self,
-        order: control.NodeOrder,
-        answer: type[msgspec.Struct],
-        on_progress: Callable[[control.Progress], None] | None = None,
-    ) -> None:
-        """Send an order and return when it is answered."""
-        await self.tell(order)
-        while not isinstance(event := await self.hear(), answer):
-            if isinstance(event, control.Progress) and on_progress is not None:
-                on_progress(event)
-            else:
-                raise ProtocolViolation(f"{self.name}: {type(event).__name__} instead of {answer.__name__}")
-
-    async def hear_only_faults(self) -> NoReturn:
-        """Nothing is expected of this node now, so whatever it says is an error."""
-        raise ProtocolViolation(f"{self.name}: {type(await self.hear()).__name__} instead of nothing")
-
-    async def leave_run(self, faults: list[Exception]) -> None:
-        """Make the node idle again; what it still has to complain about is added to ``faults``."""
-        try:
-            await self.tell(control.Close())
-            while not self.ended:
-                try:
-                    if isinstance(await self.hear(), control.Closed):
-                        return
-                except EmulatorError as error:
-                    faults.append(error)
-        except PeerLost as error:
-            faults.append(error)
-
-
 class _Supervisor:
     """One cluster, from the claim on its name to the last process."""
 
@@ -249,7 +137,7 @@ class _Supervisor:
         self._stack = stack
         self._began_s = time.monotonic()
         self._user = isolate.invoking_user(os.environ) if os.geteuid() == 0 else None
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, NodeProcess] = {}
         self._runs = 0
         self._busy = False
         self._broken: str | None = None
@@ -279,19 +167,14 @@ class _Supervisor:
         self._stack.callback(self._end_nodes)
         _report(control.Stage("starting the nodes"))
         for member in self._run.members:
-            self._nodes[member.name] = _spawn(member.name, directory.logs, self._user)
-        for node in self._nodes.values():
-            _await_netns(node)
-        _report(control.Stage("making the network"))
-        before_s = time.monotonic()
+            self._nodes[member.name] = NodeProcess.spawn(member.name, directory.logs, self._user)
         with ExitStack() as opened:
             holders = {}
             for node in self._nodes.values():
-                try:
-                    holders[node.name] = netns_fd_of_pid(node.process.pid)
-                except FileNotFoundError:
-                    raise EmulatorError(node.obituary(node.process.wait())) from None
+                holders[node.name] = node.open_netns()
                 opened.callback(os.close, holders[node.name])
+            _report(control.Stage("making the network"))
+            before_s = time.monotonic()
             spec = cluster_spec(self._run)
             self._network = realise(spec, AddressPlan(spec), emulated_rates(self._run), holders)
         self._stack.callback(self._network.close)
@@ -337,7 +220,9 @@ class _Supervisor:
                 nursery.start_soon(self._watch_lifeline, terminal)
                 await self._open_for_business(nursery)
         except BaseExceptionGroup as group:
-            _raise_fault(group)
+            # Nobody reads our reports any more: whoever started us is gone.
+            if group.subgroup(_Stop) is None:
+                _raise_fault(group)
         if self._broken is not None:
             raise EmulatorError(self._broken)
 
@@ -356,7 +241,7 @@ class _Supervisor:
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._listener))
         nursery.start_soon(partial(trio.serve_listeners, self._attend, [listener]))
 
-    async def _each(self, act: Callable[[_Node], Awaitable[None]]) -> None:
+    async def _each(self, act: Callable[[NodeProcess], Awaitable[None]]) -> None:
         """Do ``act`` with all nodes at once; the errors come as one, the cause before its echoes."""
         try:
             async with trio.open_nursery() as nursery:
@@ -371,7 +256,7 @@ class _Supervisor:
         self._leaving.cancel()
         self._scope.cancel()
 
-    def _on_node_end(self, node: _Node) -> None:
+    def _on_node_end(self, node: NodeProcess) -> None:
         """A node's network namespace is gone with it, and so is the cluster, once a run has heard of it."""
         log.error("node_ended", node=node.name, text=node.ended)
         self._broken = node.ended
@@ -519,7 +404,7 @@ class _Supervisor:
         result = directory / "replay"
         client = next(self._nodes[member.name] for member in run.members if member.role == "client")
 
-        def own(node: _Node, part: str) -> str:
+        def own(node: NodeProcess, part: str) -> str:
             return str(directory / f"{node.name}.{part}")
 
         epoch_s = time.monotonic()
@@ -600,34 +485,6 @@ def _claim(directory: ClusterDir) -> Claim:
             )
         time.sleep(_CLAIM_POLL_S)
     return claim
-
-
-def _spawn(name: str, logs: Path, user: tuple[int, int] | None) -> _Node:
-    path = logs / f"{name}.log"
-    with path.open("ab") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "emulator.node", name, *map(str, user or ())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=file,
-            cwd="/",
-            start_new_session=True,
-        )
-    return _Node(name, process, path)
-
-
-def _await_netns(node: _Node) -> None:
-    """Return once the node stands in its own network namespace."""
-    assert node.process.stdout is not None
-    fd = node.process.stdout.fileno()
-    heard = b""
-    while heard != IN_NETNS:
-        ready, _, _ = select.select([fd], [], [], _NETNS_S)
-        chunk = os.read(fd, len(IN_NETNS) - len(heard)) if ready else b""
-        if not chunk:
-            code = node.process.wait() if ready else None
-            raise EmulatorError(node.obituary(code))
-        heard += chunk
 
 
 if __name__ == "__main__":
