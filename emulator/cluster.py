@@ -17,11 +17,11 @@ import os
 import secrets
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import trio
 
 from topology.spec import ClusterSpec
@@ -64,23 +64,18 @@ class Cluster:
 
         EmulatorError with the failing node's text when a role or a node failed, or the cluster is busy.
         """
-        with tempfile.TemporaryDirectory(prefix="emulate-") as scratch:
-            load = Path(scratch) / "workload"
-            load.write_bytes(encode(workload))
-            choices: Path | None = None
-            if decisions is not None:
-                choices = Path(scratch) / "decisions"
-                control.write_file(choices, decisions)
-            order = control.Replay(replay, str(load), None if choices is None else str(choices))
-            async with _asking(self._directory, order) as replies:
-                async for reply in replies:
-                    if isinstance(reply, control.Progress):
-                        if on_progress is not None:
-                            on_progress(reply.done, reply.total)
-                    elif isinstance(reply, control.Completed):
-                        return control.read_file(Path(reply.result), control.LiveRun)
-                    elif isinstance(reply, control.Failed):
-                        raise reply.error()
+        load = encode(workload)
+        choices = b"" if decisions is None else msgspec.msgpack.encode(decisions)
+        order = control.Replay(replay, len(load), len(choices))
+        async with _asking(self._directory, order, load + choices) as replies:
+            async for reply in replies:
+                if isinstance(reply, control.Progress):
+                    if on_progress is not None:
+                        on_progress(reply.done, reply.total)
+                elif isinstance(reply, control.Completed):
+                    return control.read_file(Path(reply.result), control.LiveRun)
+                elif isinstance(reply, control.Failed):
+                    raise reply.error()
         raise EmulatorError(f"cluster {self.name} went down during the replay")
 
 
@@ -125,14 +120,16 @@ async def connect_cluster(directory: ClusterDir) -> AsyncIterator[Cluster]:
 
 
 @asynccontextmanager
-async def _asking(directory: ClusterDir, order: control.Request) -> AsyncIterator[control.Lines[control.Reply]]:
+async def _asking(
+    directory: ClusterDir, order: control.Request, payload: bytes = b""
+) -> AsyncIterator[control.Lines[control.Reply]]:
     """Ask a running supervisor something; hanging up withdraws it."""
     try:
         sock = directory.connect()
     except OSError:
         raise EmulatorError(f"cluster {directory.name} is not up; `emulate status` lists those that are") from None
     async with trio.SocketStream(trio.socket.from_stdlib_socket(sock)) as stream:
-        await stream.send_all(control.encode(order))
+        await stream.send_all(control.encode(order) + payload)
         yield control.Lines[control.Reply](stream, control.Reply)
 
 

@@ -2,8 +2,8 @@
 
 A node obeys ``NodeOrder`` on its standard input and answers ``NodeEvent`` on its standard output; a supervisor
 obeys ``Request`` on its control socket and answers ``Reply`` there. Both inputs are lifelines as well: their
-end of file means that the other side is gone. No KV byte and no role's message ever goes this way. Workloads
-and records, which are large, are files that these words name.
+end of file means that the other side is gone. No KV byte and no role's message ever goes this way. Records,
+which are large, are files that these words name.
 """
 
 from __future__ import annotations
@@ -176,10 +176,10 @@ class LiveRun(msgspec.Struct, frozen=True):
     network_faults: tuple[str, ...]
 
 
-def write_file(path: Path, value: msgspec.Struct) -> None:
-    """Keep a value as msgpack. EmulatorError with the path and the reason where that fails."""
+def write_file(path: Path, value: msgspec.Struct | bytes) -> None:
+    """Keep a value as msgpack, or bytes as they are. EmulatorError with the path and reason where that fails."""
     try:
-        path.write_bytes(msgspec.msgpack.encode(value))
+        path.write_bytes(value if isinstance(value, bytes) else msgspec.msgpack.encode(value))
     except OSError as error:
         raise EmulatorError(f"{path}: cannot be written: {error.strerror}") from None
 
@@ -229,11 +229,14 @@ class Description(_Event, frozen=True):
 
 
 class Replay(_Order, frozen=True):
-    """Replay a workload file (msgpack, see ``emulator.workload``), with or without recorded decisions."""
+    """Replay a workload (msgpack, see ``emulator.workload``), with or without recorded decisions (msgpack).
+
+    The two follow the line as they are, this many bytes long; 0: no decisions.
+    """
 
     replay: ReplayConfig
-    workload: str
-    decisions: str | None = None
+    workload_bytes: int
+    decisions_bytes: int = 0
 
 
 class Completed(_Event, frozen=True):
@@ -264,6 +267,17 @@ class Lines(Generic[T]):
 
     def __aiter__(self) -> AsyncIterator[T]:
         return self
+
+    async def take(self, count: int) -> bytes:
+        """The next ``count`` bytes, which are no line. ProtocolViolation if the stream ends before."""
+        while len(self._buffer) < count:
+            chunk = await self._stream.receive_some(_CHUNK_BYTES)
+            if not chunk:
+                raise ProtocolViolation(f"the stream ended after {len(self._buffer)} of {count} bytes")
+            self._buffer += chunk
+        taken = bytes(self._buffer[:count])
+        del self._buffer[:count]
+        return taken
 
     async def __anext__(self) -> T:
         seen = 0

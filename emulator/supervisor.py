@@ -316,6 +316,7 @@ class _Supervisor:
                 return control.Description(self._request.cluster, self._request.title, self._run)
             case control.Replay():
                 if self._busy:
+                    await requests.take(request.workload_bytes + request.decisions_bytes)
                     raise EmulatorError(f"cluster {self._request.cluster} is busy with another replay")
                 self._busy = True
                 try:
@@ -331,15 +332,15 @@ class _Supervisor:
         owned: ExitStack,
     ) -> control.Reply:
         """Replay while the client listens; a client that hangs up, or says anything, cancels it."""
+        load = await requests.take(request.workload_bytes)
+        choices = await requests.take(request.decisions_bytes)
         self._runs += 1
         directory = self._claim.directory.runs / str(self._runs)
         directory.mkdir()
         owned.callback(shutil.rmtree, directory, ignore_errors=True)
-        request = msgspec.structs.replace(
-            request,
-            workload=_handed_over(request.workload, directory / "workload"),
-            decisions=request.decisions and _handed_over(request.decisions, directory / "decisions"),
-        )
+        control.write_file(directory / "workload", load)
+        if choices:
+            control.write_file(directory / "decisions", choices)
         if self._user is not None:
             for path in (directory, *directory.iterdir()):
                 os.chown(path, *self._user)
@@ -415,7 +416,8 @@ class _Supervisor:
             for node in self._nodes.values():
                 if node is not client:
                     nursery.start_soon(node.hear_only_faults)
-            order = control.Play(request.workload, request.decisions, str(result))
+            decisions = str(directory / "decisions") if request.decisions_bytes else None
+            order = control.Play(str(directory / "workload"), decisions, str(result))
             await client.ask(order, control.Played, on_progress)
             nursery.cancel_scope.cancel()
         await self._each(lambda node: node.ask(control.Record(own(node, "record")), control.Recorded))

@@ -81,3 +81,20 @@ def test_files_come_back_or_say_why_not(tmp_path: Path) -> None:
         control.read_file(tmp_path / "none", control.ReplayResult)
     with pytest.raises(EmulatorError, match="No space left"):
         control.write_file(Path("/dev/full"), result)
+
+
+async def test_bytes_follow_a_line() -> None:
+    """What a line announces is taken as it is, newlines and all, and the next line is read after it."""
+    left, right = trio.testing.memory_stream_one_way_pair()
+    payload = b"\n\x00{}\n" * 50_000
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(
+            left.send_all, control.encode(control.Ready()) + payload + control.encode(control.Closed())
+        )
+        lines = control.Lines[control.NodeEvent](right, control.NodeEvent)
+        assert await anext(lines) == control.Ready()
+        assert await lines.take(len(payload)) == payload
+        assert await anext(lines) == control.Closed()
+    await left.aclose()
+    with pytest.raises(ProtocolViolation, match="0 of 1 bytes"):
+        await lines.take(1)
