@@ -7,7 +7,7 @@ was generated. A trajectory whose turn fails cannot go on: its later turns are c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ import trio
 from .deployment import Deployment, engine_node, join_ids
 from .errors import ConfigError, PeerLost, Refused, StoreError
 from .fabric.interface import Fabric
-from .kvcache import block_keys
+from .kvcache import BlockId, KeyChain
 from .messages import (
     COMMITTED,
     PUT,
@@ -53,20 +53,23 @@ class Client:
         self._fabric = fabric
         self._backend = backend
         self._records: dict[str, RequestRecord] = {}
+        self._agents: dict[str, _Agent] = {}
         self._on_progress: Callable[[int, int], None] = lambda done, total: None
         self._total = 0
 
     async def prepare(self, workload: Workload, decisions: Decisions | None = None) -> None:
-        """What comes before the clock starts: impose ``decisions``, and warm the store where that is asked for.
+        """What comes before the clock starts: impose ``decisions``, warm the store, name the first turns' blocks.
 
         Raises ConfigError for a request that the backend cannot hold or that the decisions do not know.
         """
         self._check(workload, decisions)
         if decisions is not None:
             await self._impose(decisions)
-        if self._deployment.config.replay.warm:
-            for trajectory in workload.trajectories:
-                await self._warm(trajectory)
+        for trajectory in workload.trajectories:
+            agent = self._agents[trajectory.id] = _Agent(trajectory, self._deployment)
+            if self._deployment.config.replay.warm:
+                await self._warm(trajectory, agent)
+            agent.ids(0)
 
     async def replay(self, workload: Workload, on_progress: Callable[[int, int], None] | None = None) -> Replayed:
         """Run every trajectory to its end. ``on_progress(finished, total)`` is told of every request's end."""
@@ -76,7 +79,8 @@ class Client:
         t0_s = self._fabric.now()
         async with trio.open_nursery() as nursery:
             for trajectory in workload.trajectories:
-                nursery.start_soon(self._follow, trajectory, t0_s, name=f"agent {trajectory.id}")
+                agent = self._agents[trajectory.id]
+                nursery.start_soon(self._follow, agent, t0_s, name=f"agent {trajectory.id}")
         order = [request_id(t, turn) for t in workload.trajectories for turn in range(len(t.turns))]
         return t0_s, self._fabric.now(), tuple(self._records[name] for name in order)
 
@@ -110,19 +114,20 @@ class Client:
             batches = tuple((b.engine, b.requests) for b in decisions.batches if engine_node(b.engine) == node)
             await self._fabric.call(node, REPLAY_BATCHES, Batches(batches))
 
-    async def _warm(self, trajectory: Trajectory) -> None:
+    async def _warm(self, trajectory: Trajectory, agent: _Agent) -> None:
         """Commit the first prompt's full blocks, as if an earlier turn had left them."""
-        tokens = trajectory.prompt(0)
-        ids = block_keys(tokens, self._deployment.layout.block_tokens)
-        blocks = prompt_blocks(self._backend, tokens, block_tokens=self._deployment.layout.block_tokens)
+        layout = self._deployment.layout
+        ids = agent.ids(0)[: layout.full_blocks(trajectory.turns[0].prompt_tokens)]
+        blocks = prompt_blocks(self._backend, trajectory.prompt(0), block_tokens=layout.block_tokens)
         for node, first, count in self._deployment.stripes(0, len(ids)):
             data = blocks[first : first + count].tobytes()
             await self._fabric.call(node, PUT, Put(join_ids(ids[first : first + count]), data))
         if ids:
             await self._fabric.call(self._deployment.scheduler, COMMITTED, Committed(join_ids(ids)))
 
-    async def _follow(self, trajectory: Trajectory, t0_s: float) -> None:
+    async def _follow(self, agent: _Agent, t0_s: float) -> None:
         replay = self._deployment.config.replay
+        trajectory = agent.trajectory
         out_s = eligible_s = t0_s
         alive = True
         for index, turn in enumerate(trajectory.turns):
@@ -135,7 +140,7 @@ class Client:
                 continue
             await self._fabric.sleep_until(arrived_s)
             try:
-                record = await self._request(trajectory, index, arrived_s, max(arrived_s, eligible_s))
+                record = await self._request(agent, index, arrived_s, max(arrived_s, eligible_s))
             except (Refused, PeerLost, StoreError) as error:
                 self._keep(_unserved(trajectory, index, "failed", arrived_s, error.text))
                 alive = False
@@ -145,22 +150,21 @@ class Client:
             eligible_s = record.settled_s
             out_s = record.last_token_s if record.last_token_s is not None else eligible_s
 
-    async def _request(
-        self, trajectory: Trajectory, index: int, arrived_s: float, eligible_s: float
-    ) -> RequestRecord:
-        turn = trajectory.turns[index]
+    async def _request(self, agent: _Agent, index: int, arrived_s: float, eligible_s: float) -> RequestRecord:
+        trajectory, layout = agent.trajectory, self._deployment.layout
+        turn, ids = trajectory.turns[index], agent.ids(index)
         name = request_id(trajectory, index)
-        tokens = trajectory.context(index)
-        prompt, output = tokens[: turn.prompt_tokens], tokens[turn.prompt_tokens :]
-        ids = block_keys(tokens, self._deployment.layout.block_tokens)
-        prompt_ids = ids[: self._deployment.layout.full_blocks(turn.prompt_tokens)]
-        submit = Submit(name, turn.prompt_tokens, turn.output_tokens, join_ids(prompt_ids))
+        prompt_ids = join_ids(ids[: layout.full_blocks(turn.prompt_tokens)])
+        submit = Submit(name, turn.prompt_tokens, turn.output_tokens, prompt_ids)
         assignment = await self._fabric.call(self._deployment.scheduler, SUBMIT, submit)
         decision = assignment.decision
         hit_tokens = self._deployment.hit_tokens(decision.hit_blocks)
-        serve = Serve(assignment, turn.prompt_tokens, _encode(prompt[hit_tokens:]), _encode(output), join_ids(ids))
+        append, output = agent.tokens(index, hit_tokens)
+        serve = Serve(assignment, turn.prompt_tokens, append, output, join_ids(ids))
         de_node = engine_node(decision.de)
-        served: Served = await self._fabric.call(de_node, SERVE, serve)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(agent.think_ahead, index + 1)
+            served: Served = await self._fabric.call(de_node, SERVE, serve)
         settled = await self._fabric.call(de_node, SETTLED, Settle(name))
         return RequestRecord(
             id=name,
@@ -192,6 +196,42 @@ class Client:
     def _keep(self, record: RequestRecord) -> None:
         self._records[record.id] = record
         self._on_progress(len(self._records), self._total)
+
+
+class _Agent:
+    """A trajectory on its way: its turns' block ids and tokens, worked out while the turn before is served.
+
+    A context of 64K tokens costs a millisecond or two to name, which no agent should be seen to wait for.
+    """
+
+    def __init__(self, trajectory: Trajectory, deployment: Deployment) -> None:
+        self.trajectory = trajectory
+        self._layout = deployment.layout
+        self._chains = [KeyChain(deployment.layout.block_tokens) for _ in trajectory.streams]
+
+    def ids(self, index: int) -> Sequence[BlockId]:
+        """The ids of turn ``index``'s full blocks, prompt and output together.
+
+        Hashes only the tokens that no earlier turn on the same stream had.
+        """
+        turn = self.trajectory.turns[index]
+        chain = self._chains[turn.stream]
+        if chain.tokens < turn.total_tokens:
+            chain.extend(self.trajectory.streams[turn.stream].tokens(chain.tokens, turn.total_tokens))
+        return chain.ids[: self._layout.full_blocks(turn.total_tokens)]
+
+    def tokens(self, index: int, hit_tokens: int) -> tuple[bytes, bytes]:
+        """What turn ``index`` appends behind its hit, and its forced output, encoded."""
+        turn = self.trajectory.turns[index]
+        stream = self.trajectory.streams[turn.stream]
+        append = stream.tokens(hit_tokens, turn.prompt_tokens)
+        return _encode(append), _encode(stream.tokens(turn.prompt_tokens, turn.total_tokens))
+
+    async def think_ahead(self, index: int) -> None:
+        """Name turn ``index``'s blocks, after whatever else is to be done now."""
+        await trio.lowlevel.checkpoint()
+        if index < len(self.trajectory.turns):
+            self.ids(index)
 
 
 def request_id(trajectory: Trajectory, turn: int) -> str:

@@ -39,6 +39,8 @@ __all__ = ["MarkTable", "ReceiveBuffer", "Reception"]
 
 RECEIVE_BYTES = 256 * 1024
 LAST_WORD_S = 1.0
+LOWAT_BYTES = 4096
+"""Fewer missing bytes than these are waited for as they come."""
 
 _log = structlog.get_logger()
 
@@ -163,6 +165,7 @@ class Reception:
         self._scratch = np.empty(0, dtype=np.uint8)
         self._start = self._end = 0
         self._placed = self._told = 0
+        self._lowat = 1
 
     def retransmits(self) -> int:
         """Segments that TCP had to send again so far."""
@@ -273,11 +276,23 @@ class Reception:
         destination[:held] = self._buffer.view[self._start : self._end]
         self._start = self._end = 0
         while held < size:
+            self._wake_at(size - held)
             await self._readable()
             held += receive_nowait(self._sock, [destination[held:], self._buffer.view])
+        self._wake_at(1)
         self._end = held - size
         if not in_place:
             scatter(memory, header.extents, self._scratch[:size])
+
+    def _wake_at(self, missing: int) -> None:
+        """Let the kernel wake us when ``missing`` bytes are there, not at each of a slow link's packets.
+
+        The kernel bounds it by half of the receive buffer, and wakes us too when the window is closing.
+        """
+        lowat = missing if missing >= LOWAT_BYTES else 1
+        if lowat != self._lowat:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, lowat)
+            self._lowat = lowat
 
     async def _readable(self) -> None:
         if self._told < self._placed:
