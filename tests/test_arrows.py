@@ -159,13 +159,13 @@ def test_topology_knows_nothing_of_the_emulator() -> None:
             assert [name for name in imports(module) if top(name) == "emulator"] == [], module
 
 
-def test_only_netns_uses_pyroute2_and_only_the_toy_torch() -> None:
+def test_only_netlink_uses_pyroute2_and_only_the_toy_torch() -> None:
     """Heavy or privileged packages have one user each."""
     users = {
         package: {module for module in sources() if any(top(name) == package for name in imports(module))}
         for package in ("pyroute2", "torch")
     }
-    assert users["pyroute2"] <= {"topology.netns"}
+    assert users["pyroute2"] == {"topology.netlink"}
     assert users["torch"] == {"emulator.models.toy"}
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topology.rtnl import Address, Forward, Neighbour, Route, Rule
+from topology.netlink import read
+from topology.rtnl import Address, Forward, KernelObject, Neighbour, OnDevice, Route, Rule
 
 INDEX = st.integers(1, 2**31 - 1)
 IP = st.ip_addresses(v=4).map(str)
@@ -15,29 +16,36 @@ TABLE = st.integers(1, 255)
 PREF = st.integers(0, 2**32 - 1)
 
 
+def assert_survives(value: KernelObject) -> None:
+    """Written and read; a device's copy of what another had first is what it would have got itself."""
+    made = value.request("here").message
+    assert made == value.encode()
+    assert value.of_message(made) == value == value.decode(read(made))
+
+
 @given(st.builds(Address, INDEX, IP, PREFIX))
 def test_addresses(value: Address) -> None:
     """Device, address and prefix."""
-    assert Address.decode(value.request("here").body) == value
+    assert_survives(value)
 
 
 @given(st.builds(Neighbour, INDEX, IP, MAC))
 def test_neighbours(value: Neighbour) -> None:
     """Device, address and link-layer address; permanent."""
-    assert Neighbour.decode(value.request("here").body) == value
+    assert_survives(value)
 
 
 @given(st.builds(Forward, INDEX, MAC))
 def test_forwarding_entries(value: Forward) -> None:
     """Port and link-layer address; and no neighbour of IPv4."""
-    assert Forward.decode(value.request("here").body) == value
-    assert Neighbour.decode(value.request("here").body) is None
+    assert_survives(value)
+    assert Neighbour.of_message(value.request("here").message) is None
 
 
 @given(st.builds(Route, TABLE, IP, PREFIX, INDEX))
 def test_routes(value: Route) -> None:
     """Table, subnet and device."""
-    assert Route.decode(value.request("here").body) == value
+    assert_survives(value)
 
 
 @given(
@@ -49,8 +57,16 @@ def test_routes(value: Route) -> None:
 )
 def test_rules(value: Rule) -> None:
     """Preference, table and condition; the same when it is to be deleted."""
-    assert Rule.decode(value.request("here").body) == value
-    assert Rule.decode(value.request("here", delete=True).body) == value
+    assert_survives(value)
+    assert Rule.of_message(value.removal("here").message) == value
+
+
+@given(st.lists(st.tuples(INDEX, IP), min_size=2, max_size=5), MAC)
+def test_what_differs_in_its_device_only_stays_apart(pairs: list[tuple[int, str]], mac: str) -> None:
+    """Whatever was made and read before, in any order, each keeps its own device."""
+    values: list[OnDevice] = [Neighbour(index, ip, mac) for index, _ in pairs for _, ip in pairs]
+    for value in values + values[::-1]:
+        assert_survives(value)
 
 
 def test_an_error_would_say_where_and_what() -> None:

@@ -102,7 +102,10 @@ class LaneClass(msgspec.Struct, frozen=True):
 
 
 class Match(msgspec.Struct, frozen=True):
-    """A condition on a packet: its 32-bit word at ``offset`` of the IPv4 header, under ``mask``, is ``value``."""
+    """A condition on a packet: its 32-bit word at ``offset`` of the IPv4 header, under ``mask``, is ``value``.
+
+    The word begins with the first byte that matters, wherever that is.
+    """
 
     offset: int
     mask: int
@@ -116,7 +119,7 @@ class LaneFilter(msgspec.Struct, frozen=True):
     minor: int
 
 
-_BARE_ACK = (Match(0, 0xFFFF, MTU_BYTES - SEGMENT_PAYLOAD), Match(8, 0xFF << 16, 6 << 16))
+_BARE_ACK = (Match(2, 0xFFFF << 16, (MTU_BYTES - SEGMENT_PAYLOAD) << 16), Match(9, 0xFF << 24, 6 << 24))
 """As long as its headers, and TCP by its protocol number: nothing but an acknowledgement, or a FIN."""
 
 
@@ -180,8 +183,8 @@ def gso_max_bytes(payload_bytes_s: float) -> int:
 
 
 def _code_point(lane: int) -> Match:
-    """The first word of an IPv4 header holds version, TOS and total length."""
-    return Match(0, 0xFC << 16, DSCP_OF_LANE[lane] << 16)
+    """TOS is the second byte of an IPv4 header."""
+    return Match(1, 0xFC << 24, DSCP_OF_LANE[lane] << 24)
 
 
 def _whole(rate: Fraction, whole: int, payload_bytes_s: float) -> int:

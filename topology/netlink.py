@@ -1,8 +1,11 @@
-"""Rtnetlink: many messages in one system call, every one acknowledged; dumps; attributes.
+"""Rtnetlink: many messages in one system call, every one acknowledged; dumps.
 
-A socket belongs to the namespace in which it was opened and keeps it alive. The kernel works a batch off
-inside ``sendmsg``, message by message, and goes on after one that fails. Written for volume: a cluster of
-56 links is some 6,000 messages to set up and 230 dumps to read back. Knows no kernel object: see ``rtnl``.
+What a message looks like is pyroute2's business, and this is the only module that imports it: ``message`` and
+``read`` put its message classes to work, by the names of types, fields and attributes. Sending is done here,
+since a cluster of 56 links is some 6,000 messages: the kernel works a batch off inside ``sendmsg``, message by
+message, and goes on after one that fails.
+
+A socket belongs to the namespace in which it was opened and keeps it alive. Knows no kernel object: see ``rtnl``.
 """
 
 from __future__ import annotations
@@ -10,49 +13,44 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
+from pyroute2 import netlink as library
+from pyroute2.netlink.rtnl import RTM_NAMES
+from pyroute2.netlink.rtnl.marshal import MarshalRtnl
 
 from .namespaces import inside
 
 __all__ = [
+    "CHANGE",
     "CREATE",
     "REPLACE",
     "NetlinkError",
     "Request",
     "RouteSocket",
-    "attribute",
-    "integer",
-    "nested",
-    "parse_attributes",
-    "text_attribute",
+    "bare",
+    "index_of",
+    "message",
+    "nest",
+    "read",
+    "with_index",
 ]
 
-CREATE = 0x400 | 0x200
-"""NLM_F_CREATE and NLM_F_EXCL: make the object, which must not be there yet."""
-REPLACE = 0x400 | 0x100
-"""NLM_F_CREATE and NLM_F_REPLACE: make the object, or change the one that is there."""
-
-_NLM_F_REQUEST = 0x1
-_NLM_F_ACK = 0x4
-_NLM_F_DUMP = 0x300
-_NLM_F_DUMP_INTR = 0x10
-_NLM_F_CAPPED = 0x100
-_NLM_F_ACK_TLVS = 0x200
-_NLMSG_ERROR = 0x2
-_NLMSG_DONE = 0x3
-_NLA_F_NESTED = 0x8000
-_NLA_TYPE_MASK = 0x3FFF
-_SOL_NETLINK = 270
-_NETLINK_CAP_ACK = 10
-_NETLINK_EXT_ACK = 11
-_NLMSGERR_ATTR_MSG = 1
+CHANGE: int = library.NLM_F_REQUEST | library.NLM_F_ACK
+"""Change or delete an object that is there."""
+CREATE: int = CHANGE | library.NLM_F_CREATE | library.NLM_F_EXCL
+"""Make an object, which must not be there yet."""
+REPLACE: int = CHANGE | library.NLM_F_CREATE | library.NLM_F_REPLACE
+"""Make an object, or change the one that is there."""
 
 _HEADER = struct.Struct("=IHHII")
-_ATTRIBUTE = struct.Struct("=HH")
+_NUMBER = struct.Struct("=I")
 _ERROR = struct.Struct("=i")
+_SEQUENCE_AT = 8
+_INDEX_AT = 20
+"""Where every message about something on a device has the device's index: after the header and one word."""
 
 # A batch's acknowledgements wait in the receive buffer until the whole batch is worked off, about 1 KiB each
 # as the kernel accounts them; its default of 208 KiB must hold them all.
@@ -63,14 +61,12 @@ _DUMP_ATTEMPTS = 8
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One message to the kernel: its type and flags, its body, and what to call it in an error.
+    """One message to the kernel, and what to call it in an error.
 
     ``feature`` is the kernel's build option without which it does not know this kind of object.
     """
 
-    type: int
-    flags: int
-    body: bytes
+    message: bytes
     what: str
     feature: str = ""
 
@@ -96,8 +92,7 @@ class RouteSocket:
         self._sequence = 0
         try:
             self._socket.bind((0, 0))
-            for option in (_NETLINK_CAP_ACK, _NETLINK_EXT_ACK):
-                self._socket.setsockopt(_SOL_NETLINK, option, 1)
+            self._socket.setsockopt(library.SOL_NETLINK, library.NETLINK_EXT_ACK, 1)
         except OSError:
             self._socket.close()
             raise
@@ -111,119 +106,116 @@ class RouteSocket:
         size = 0
         for request in requests:
             batch.append(request)
-            size += len(request.body)
+            size += len(request.message)
             if len(batch) == _BATCH_MESSAGES or size >= _BATCH_BYTES:
                 self._apply_batch(batch)
                 batch, size = [], 0
         if batch:
             self._apply_batch(batch)
 
-    def dump(self, kind: int, body: bytes) -> list[bytes]:
-        """The bodies of all objects that a dump request of type ``kind`` yields.
+    def dump(self, kind: str, family: int = 0, index: int = 0) -> list[bytes]:
+        """The messages that a dump yields: of type ``kind``, of an address family and a device, or 0 for all.
 
         Repeated when the kernel says that something changed under it; OSError if that never ends.
         """
+        flags = library.NLM_F_REQUEST | library.NLM_F_DUMP
+        request = Request(with_index(message(kind, flags, {"family": family}), index), f"dump {kind}")
         for _ in range(_DUMP_ATTEMPTS):
-            bodies = self._dump_once(kind, body)
-            if bodies is not None:
-                return bodies
-        raise OSError(f"netlink dump of type {kind} was interrupted {_DUMP_ATTEMPTS} times")
+            found = self._dump_once(request)
+            if found is not None:
+                return found
+        raise OSError(f"netlink dump {kind} was interrupted {_DUMP_ATTEMPTS} times")
 
     def _apply_batch(self, batch: Sequence[Request]) -> None:
         first = self._sequence + 1
-        out = bytearray()
-        for request in batch:
-            self._sequence += 1
-            out += _message(
-                request.type, request.flags | _NLM_F_REQUEST | _NLM_F_ACK, self._sequence, request.body
-            )
-        self._socket.send(out)
+        self._send(batch)
         failed: NetlinkError | None = None
         awaited = set(range(first, self._sequence + 1))
         while awaited:
-            for kind, flags, sequence, body in self._receive():
-                if kind != _NLMSG_ERROR or sequence not in awaited:
+            for kind, _, sequence, raw in self._receive():
+                if kind != library.NLMSG_ERROR or sequence not in awaited:
                     continue
                 awaited.remove(sequence)
-                (code,) = _ERROR.unpack_from(body)
-                if code and failed is None:
-                    failed = NetlinkError(-code, batch[sequence - first], _detail(flags, body))
+                failed = failed or _failure(raw, batch[sequence - first])
         if failed is not None:
             raise failed
 
-    def _dump_once(self, kind: int, body: bytes) -> list[bytes] | None:
-        self._sequence += 1
-        self._socket.send(_message(kind, _NLM_F_REQUEST | _NLM_F_DUMP, self._sequence, body))
-        bodies: list[bytes] = []
+    def _dump_once(self, request: Request) -> list[bytes] | None:
+        self._send([request])
+        found: list[bytes] = []
         interrupted = False
         while True:
-            for got, flags, sequence, payload in self._receive():
+            for kind, flags, sequence, raw in self._receive():
                 if sequence != self._sequence:
                     continue
-                interrupted = interrupted or bool(flags & _NLM_F_DUMP_INTR)
-                if got == _NLMSG_ERROR:
-                    (code,) = _ERROR.unpack_from(payload)
-                    raise NetlinkError(-code, Request(kind, _NLM_F_DUMP, body, "dump"), _detail(flags, payload))
-                if got == _NLMSG_DONE:
-                    return None if interrupted else bodies
-                bodies.append(payload)
+                interrupted = interrupted or bool(flags & library.NLM_F_DUMP_INTR)
+                if kind == library.NLMSG_DONE:
+                    return None if interrupted else found
+                if kind == library.NLMSG_ERROR:
+                    raise _failure(raw, request) or OSError(f"{request.what}: acknowledged, not answered")
+                found.append(raw)
+
+    def _send(self, requests: Sequence[Request]) -> None:
+        out = bytearray()
+        for request in requests:
+            self._sequence += 1
+            out += _patched(request.message, _SEQUENCE_AT, self._sequence)
+        self._socket.send(out)
 
     def _receive(self) -> Iterator[tuple[int, int, int, bytes]]:
         data = self._socket.recv(_RECEIVE_BYTES)
         at = 0
         while at + _HEADER.size <= len(data):
             length, kind, flags, sequence, _ = _HEADER.unpack_from(data, at)
-            yield kind, flags, sequence, data[at + _HEADER.size : at + length]
-            at += _aligned(length)
+            yield kind, flags, sequence, data[at : at + length]
+            at += (length + 3) & ~3
 
 
-def attribute(kind: int, value: bytes) -> bytes:
-    """One attribute, padded to four bytes."""
-    return _ATTRIBUTE.pack(_ATTRIBUTE.size + len(value), kind) + value + bytes(-len(value) % 4)
+def message(kind: str, flags: int, fields: Mapping[str, int], **attributes: object) -> bytes:
+    """A message as pyroute2 writes it, for instance ``RTM_NEWLINK``. The order of attributes can matter."""
+    number = RTM_NAMES[kind]
+    made = MarshalRtnl.msg_map[number]()
+    made.update(fields, header={"type": number, "flags": flags}, **nest(**attributes))
+    made.encode()
+    return bytes(made.data)
 
 
-def text_attribute(kind: int, value: str) -> bytes:
-    """A NUL-terminated string attribute."""
-    return attribute(kind, value.encode() + b"\0")
+def nest(**attributes: object) -> dict[str, Any]:
+    """The value of an attribute that holds attributes."""
+    return {"attrs": list(attributes.items())}
 
 
-def nested(kind: int, *attributes: bytes) -> bytes:
-    """An attribute that holds attributes."""
-    return attribute(kind | _NLA_F_NESTED, b"".join(attributes))
+def read(raw: bytes) -> Any:
+    """A message from the kernel as pyroute2 reads it: fields by ``[]``, attributes by ``get_attr``, else None."""
+    made = MarshalRtnl.msg_map[_HEADER.unpack_from(raw)[1]](raw)
+    made.decode()
+    return made
 
 
-def parse_attributes(data: bytes, at: int = 0) -> dict[int, bytes]:
-    """The attributes in ``data`` from offset ``at``, by type; of repeated ones the last."""
-    found: dict[int, bytes] = {}
-    end = len(data)
-    while at + _ATTRIBUTE.size <= end:
-        length, kind = _ATTRIBUTE.unpack_from(data, at)
-        if length < _ATTRIBUTE.size:
-            break
-        found[kind & _NLA_TYPE_MASK] = data[at + _ATTRIBUTE.size : at + length]
-        at += _aligned(length)
-    return found
+def with_index(raw: bytes, index: int) -> bytes:
+    """The same message about another device. For messages about something on a device only."""
+    return _patched(raw, _INDEX_AT, index)
 
 
-def integer(found: Mapping[int, bytes], kind: int) -> int:
-    """An unsigned attribute of any width, 0 where it is absent."""
-    return int.from_bytes(found.get(kind, b""), sys.byteorder)
+def index_of(raw: bytes) -> int:
+    """The device that such a message is about."""
+    return int(_NUMBER.unpack_from(raw, _INDEX_AT)[0])
 
 
-def _message(kind: int, flags: int, sequence: int, body: bytes) -> bytes:
-    return _HEADER.pack(_HEADER.size + len(body), kind, flags, sequence, 0) + body + bytes(-len(body) % 4)
+def bare(raw: bytes) -> bytes:
+    """A message without sequence number and port, which tell apart what says the same."""
+    return raw[:_SEQUENCE_AT] + bytes(8) + raw[_HEADER.size :]
 
 
-def _aligned(length: int) -> int:
-    return (length + 3) & ~3
+def _patched(raw: bytes, at: int, number: int) -> bytes:
+    return raw[:at] + _NUMBER.pack(number) + raw[at + _NUMBER.size :]
 
 
-def _detail(flags: int, body: bytes) -> str:
-    """The kernel's own words about an error, if it gave any."""
-    if not flags & _NLM_F_ACK_TLVS:
-        return ""
-    inner = _HEADER.size
-    if not flags & _NLM_F_CAPPED:
-        inner = _aligned(int.from_bytes(body[4:8], sys.byteorder))
-    text = parse_attributes(body, _ERROR.size + inner).get(_NLMSGERR_ATTR_MSG, b"")
-    return text.rstrip(b"\0").decode("utf-8", "replace")
+def _failure(raw: bytes, request: Request) -> NetlinkError | None:
+    """What an acknowledgement of ``request`` complains of, if anything."""
+    (code,) = _ERROR.unpack_from(raw, _HEADER.size)
+    if not code:
+        return None
+    error = library.nlmsgerr(raw)
+    error.decode()
+    return NetlinkError(-code, request, error.get_attr("NLMSGERR_ATTR_MSG") or "")

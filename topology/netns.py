@@ -32,23 +32,12 @@ from .errors import TopologyError
 from .lanes import CLASS_NAMES, MTU_BYTES, PortPlan, gso_max_bytes, port_plan
 from .namespaces import inside, new_netns
 from .netlink import NetlinkError, Request, RouteSocket
+from .rtnl import KernelObject
 from .spec import AddressPlan, ClusterSpec
 
 __all__ = ["LaneCounters", "Network", "PortCounters", "realise"]
 
 Direction = Literal["read", "write"]
-
-_Addable = (
-    rtnl.Address
-    | rtnl.Neighbour
-    | rtnl.Forward
-    | rtnl.Route
-    | rtnl.Rule
-    | tc.HtbQdisc
-    | tc.HtbClass
-    | tc.HtbFilter
-)
-_Value = rtnl.Link | _Addable
 
 _GROUP = 1
 _BRIDGE_INDEX = 100
@@ -116,10 +105,10 @@ class _Place:
         self.socket = RouteSocket(netns_fd)
         self.devices: dict[int, str] = {}
         self.shaped: dict[int, tuple[str, str, Direction]] = {}
-        self.wanted: list[_Value] = []
+        self.wanted: list[KernelObject] = []
         self.cables: list[tuple[rtnl.Link, rtnl.Link, int]] = []
 
-    def where(self, value: _Value) -> str:
+    def where(self, value: KernelObject) -> str:
         """How an error calls the thing that ``value`` is on: the link and its end, or the node."""
         return self.devices.get(getattr(value, "index", 0), self.label)
 
@@ -129,27 +118,25 @@ class _Place:
         except NetlinkError as error:
             raise TopologyError(_refusal(error)) from None
 
-    def requests(self, *kinds: type[_Addable]) -> list[Request]:
+    def requests(self, *kinds: type[KernelObject]) -> list[Request]:
         """What creates the wanted values of these kinds, in the order of the kinds."""
         wanted = [value for kind in kinds for value in self.wanted if isinstance(value, kind)]
         return [value.request(self.where(value)) for value in wanted]
 
-    def read(self) -> Iterator[_Value]:
+    def read(self) -> Iterator[KernelObject]:
         """All that the kernel has here of the kinds wanted, on devices of ours or, like rules, on none."""
         kinds = {type(value) for value in self.wanted}
-        bodies: list[tuple[type[_Value], bytes]] = [(kind, kind.dump_body()) for kind in _DUMPED if kind in kinds]
-        for index in self.shaped:
-            bodies += [(kind, kind.dump_body(index)) for kind in _DUMPED_BY_DEVICE]
-        for kind, body in bodies:
-            for found in self.socket.dump(kind.GET, body):
-                value = kind.decode(found)
-                if value is not None and getattr(value, "index", None) in (None, *self.devices):
+        dumps: list[tuple[type[KernelObject], int]] = [(kind, 0) for kind in _DUMPED if kind in kinds]
+        dumps += [(kind, index) for index in self.shaped for kind in _DUMPED_BY_DEVICE]
+        for kind, of in dumps:
+            for value in kind.dump(self.socket, of):
+                if getattr(value, "index", None) in (None, *self.devices):
                     yield value
 
     def compare(self) -> None:
         """TopologyError for the first difference between what is wanted and what is there."""
         wanted = {_identity(value): value for value in self.wanted}
-        found: dict[tuple[Any, ...], _Value] = {}
+        found: dict[tuple[Any, ...], KernelObject] = {}
         for value in self.read():
             if found.setdefault(_identity(value), value) is not value:
                 raise TopologyError(f"{self.where(value)}: {value.label}: expected once, is there twice")
@@ -190,7 +177,7 @@ class Network:
     def counters(self) -> tuple[PortCounters, ...]:
         """Both directions of every shaped NIC, sorted by node, NIC and direction.
 
-        A sweep of 56 links takes some 6 ms of CPU: for the start and end of a run, not for a time series.
+        A sweep of 56 links takes some 60 ms of CPU: for the start and end of a run, not for a time series.
         """
         try:
             swept = [counted for place in self._places() for counted in _sweep(place)]
@@ -362,23 +349,16 @@ def _build(switches: Mapping[str, _Place], nodes: Mapping[str, _Place]) -> None:
             ]
         )
     for place in nodes.values():
-        links = [value for value in place.wanted if isinstance(value, rtnl.Link)]
         place.apply(
             [
                 rtnl.raise_loopback(place.label),
-                *(rtnl.configure_nic(n, place.where(n), accept_local=n.name.startswith("cnic")) for n in links),
-                *place.requests(rtnl.Address, rtnl.Neighbour, rtnl.Route),
+                *place.requests(rtnl.Link, rtnl.Address, rtnl.Neighbour, rtnl.Route),
                 *place.requests(tc.HtbQdisc, tc.HtbClass, tc.HtbFilter),
                 *_rule_requests(place),
             ]
         )
     for switch in switches.values():
-        switch.apply(
-            [
-                *(rtnl.configure_port(port) for port, _, _ in switch.cables),
-                *switch.requests(rtnl.Forward, tc.HtbQdisc, tc.HtbClass, tc.HtbFilter),
-            ]
-        )
+        switch.apply(switch.requests(rtnl.Link, rtnl.Forward, tc.HtbQdisc, tc.HtbClass, tc.HtbFilter))
 
 
 def _rule_requests(place: _Place, *, undo: bool = False) -> list[Request]:
@@ -386,19 +366,21 @@ def _rule_requests(place: _Place, *, undo: bool = False) -> list[Request]:
     rules = [value for value in place.wanted if isinstance(value, rtnl.Rule) and value not in _KERNEL_REST]
     if not rules:
         return []
-    away, back = _KERNEL_LOCAL.request(place.label, delete=True), _KERNEL_LOCAL.request(place.label)
+    away, back = _KERNEL_LOCAL.removal(place.label), _KERNEL_LOCAL.request(place.label)
     if undo:
         # Away first: it may never have gone, and the kernel would keep two of it.
-        return [away, back, *(rule.request(place.label, delete=True) for rule in rules)]
+        return [away, back, *(rule.removal(place.label) for rule in rules)]
     return [*(rule.request(place.label) for rule in rules), away]
 
 
 def _set_sysctls(place: _Place) -> None:
-    """IPv6 off, and no filter on the reverse path for the namespace as a whole; a NIC's own come by netlink."""
+    """IPv6 off; no packet refused for its source, which may be the node itself. NICs to come inherit it."""
     wanted = {
         "ipv6/conf/all/disable_ipv6": "1",
         "ipv6/conf/default/disable_ipv6": "1",
         "ipv4/conf/all/rp_filter": "0",
+        "ipv4/conf/default/rp_filter": "0",
+        "ipv4/conf/all/accept_local": "1",
     }
     with inside(place.fd):
         for name, value in wanted.items():
@@ -420,7 +402,7 @@ def _await_carrier(places: Sequence[_Place]) -> None:
     deadline = time.monotonic() + _CARRIER_DEADLINE_S
     for place in places:
         while True:
-            links = [rtnl.Link.decode(body) for body in place.socket.dump(rtnl.Link.GET, rtnl.Link.dump_body())]
+            links = rtnl.Link.dump(place.socket)
             down = [link for link in links if link.index in place.devices and not link.up]
             if not down:
                 break
@@ -433,11 +415,9 @@ def _sweep(place: _Place) -> Iterator[PortCounters]:
     """The counters of every shaped device in one namespace."""
     if not place.shaped:
         return
-    dumped = place.socket.dump(tc.HtbQdisc.GET, tc.HtbQdisc.dump_body())
-    direct = dict(filter(None, map(tc.HtbQdisc.direct_packets, dumped)))
+    direct = tc.HtbQdisc.direct_packets(place.socket)
     for index, (node, nic, direction) in place.shaped.items():
-        bodies = place.socket.dump(tc.HtbClass.GET, tc.HtbClass.dump_body(index))
-        stats = dict(map(tc.ClassStats.decode, bodies))
+        stats = tc.ClassStats.dump(place.socket, index)
         if index not in direct or not CLASS_NAMES.keys() <= stats.keys():
             raise TopologyError(f"{place.devices[index]}: its qdisc or classes are gone")
         lanes = tuple(
@@ -459,11 +439,11 @@ def _take_down(switches: Mapping[str, _Place], nodes: Mapping[str, _Place]) -> N
         place.socket.close()
 
 
-def _lanes(index: int, plan: PortPlan) -> list[_Value]:
+def _lanes(index: int, plan: PortPlan) -> list[KernelObject]:
     return [
         tc.HtbQdisc(index, plan.default_minor),
         *(tc.HtbClass.of(index, lane) for lane in plan.classes),
-        *(tc.HtbFilter.of(index, lane) for lane in plan.filters),
+        *(tc.HtbFilter(index, lane.matches, lane.minor) for lane in plan.filters),
     ]
 
 
@@ -484,7 +464,7 @@ def _port_mac(mac: str) -> str:
     return "06" + mac[2:]
 
 
-def _identity(value: _Value) -> tuple[Any, ...]:
+def _identity(value: KernelObject) -> tuple[Any, ...]:
     return (type(value), *msgspec.structs.astuple(value)[: value.KEY])
 
 

@@ -1,76 +1,126 @@
 """The kernel's network objects as frozen values: each encodes to a request and decodes from a dump.
 
-Pure. What is asked for and what is read back are values of the same types, so that comparing them is ``==``.
-``NEW`` and ``GET`` are a type's messages; its first ``KEY`` fields say which object it is, the others what it
-is like. Layouts and numbers are those of the kernel's uapi headers (if_link.h, if_addr.h, rtnetlink.h,
-neighbour.h,
-fib_rules.h). Devices go by their index, which the caller chooses.
+What is asked for and what is read back are values of the same types, so that comparing them is ``==``. Names
+and numbers are those of the kernel's uapi headers. Devices go by their index, which the caller chooses.
+
+Hundreds of devices have the same things, and pyroute2 takes its time for every message. So a thing on a device
+is encoded once, for whichever device, and decoded once; the rest are copies with another index.
 """
 
 from __future__ import annotations
 
 import socket
-import struct
-from typing import ClassVar
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, ClassVar, Self
 
 import msgspec
 
-from .netlink import CREATE, REPLACE, Request, attribute, integer, nested, parse_attributes, text_attribute
+from .netlink import (
+    CHANGE,
+    CREATE,
+    REPLACE,
+    Request,
+    RouteSocket,
+    bare,
+    index_of,
+    message,
+    nest,
+    read,
+    with_index,
+)
 
 __all__ = [
     "Address",
     "BridgePort",
     "Forward",
+    "KernelObject",
     "Link",
     "Neighbour",
+    "OnDevice",
     "Route",
     "Rule",
     "add_bridge",
     "add_veth",
-    "configure_nic",
-    "configure_port",
     "delete_group",
     "raise_loopback",
 ]
 
-
 _AF_BRIDGE = 7
-
-_IFINFO = struct.Struct("=BxHiII")
-_IFADDR = struct.Struct("=BBBBI")
-_NDMSG = struct.Struct("=BxxxiHBB")
-_RTMSG = struct.Struct("=BBBBBBBBI")
-_U32 = struct.Struct("=I")
-
-_BRIDGE, _VETH = "bridge", "veth"
 _IFF_UP = 0x1
-_IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MTU, _IFLA_MASTER, _IFLA_TXQLEN, _IFLA_OPERSTATE = 1, 3, 4, 10, 13, 16
-_IFLA_LINKINFO, _IFLA_AF_SPEC, _IFLA_GROUP, _IFLA_NET_NS_FD, _IFLA_EXT_MASK, _IFLA_GSO_MAX_SIZE = (
-    18,
-    26,
-    27,
-    28,
-    29,
-    41,
-)
-_IFLA_INFO_KIND, _IFLA_INFO_DATA, _IFLA_INFO_SLAVE_KIND, _IFLA_INFO_SLAVE_DATA = 1, 2, 4, 5
-_VETH_INFO_PEER = 1
-_IFLA_BR_STP_STATE, _IFLA_BR_MCAST_SNOOPING = 5, 23
-_BRPORT = {"hairpin": 4, "learning": 8, "unicast_flood": 9, "multicast_flood": 27, "broadcast_flood": 30}
-_IFLA_INET_CONF = 1
-_DEVCONF_RP_FILTER, _DEVCONF_ACCEPT_LOCAL = 8, 23
-_OPER_UP = 6
-_SKIP_STATS = 1 << 3
-
 _NUD_NOARP, _NUD_PERMANENT = 0x40, 0x80
 _NTF_MASTER = 0x4
-
 _RTPROT_STATIC = 4
 _SCOPE_LINK = 253
 _RTN_UNICAST = 1
 _FR_ACT_TO_TBL = 1
 _FIB_RULE_INVERT = 0x2
-_FRA_SRC, _FRA_IIFNAME, _FRA_PRIORITY, _FRA_TABLE = 2, 3, 6, 15
+
+
+class KernelObject(msgspec.Struct, frozen=True):
+    """What all kinds have in common. ``KIND`` as in RTM_GET<KIND>; ``FAMILY`` of addresses, where it matters.
+
+    The first ``KEY`` fields say which object it is, the others what it is like; ``LABEL`` makes a name of them.
+    """
+
+    KIND: ClassVar[str]
+    FAMILY: ClassVar[int] = 0
+    KEY: ClassVar[int] = 2
+    LABEL: ClassVar[str]
+    FEATURE: ClassVar[str] = ""
+
+    @property
+    def label(self) -> str:
+        return self.LABEL.format(self)
+
+    def request(self, on: str) -> Request:
+        """What makes the kernel have it. ``on`` is where, for errors."""
+        return Request(self.encode(), f"{on}: {self.label}", self.FEATURE)
+
+    @classmethod
+    def dump(cls, route: RouteSocket, index: int = 0) -> Iterator[Self]:
+        """All there are in the socket's namespace, or of one device."""
+        for raw in route.dump(f"RTM_GET{cls.KIND}", cls.FAMILY, index):
+            value = cls.of_message(raw)
+            if value is not None:
+                yield value
+
+    @classmethod
+    def of_message(cls, raw: bytes) -> Self | None:
+        """What a message says, or None when it is of no kind that we make."""
+        return cls.decode(read(raw))
+
+    def encode(self) -> bytes:
+        raise NotImplementedError
+
+    @classmethod
+    def decode(cls, found: Any) -> Self | None:
+        raise NotImplementedError
+
+
+class OnDevice(KernelObject, frozen=True):
+    """What a device has, or the device itself."""
+
+    index: int
+
+    def request(self, on: str) -> Request:
+        made = with_index(_encoded(msgspec.structs.replace(self, index=0)), self.index)
+        return Request(made, f"{on}: {self.label}", self.FEATURE)
+
+    @classmethod
+    def of_message(cls, raw: bytes) -> Self | None:
+        value: Self | None = _decoded(cls, bare(with_index(raw, 0)))
+        return None if value is None else msgspec.structs.replace(value, index=index_of(raw))
+
+
+@lru_cache(8192)
+def _encoded(value: OnDevice) -> bytes:
+    return value.encode()
+
+
+@lru_cache(8192)
+def _decoded(kind: type[OnDevice], raw: bytes) -> Any:
+    return kind.decode(read(raw))
 
 
 class BridgePort(msgspec.Struct, frozen=True):
@@ -83,15 +133,25 @@ class BridgePort(msgspec.Struct, frozen=True):
     broadcast_flood: bool = False
 
 
-class Link(msgspec.Struct, frozen=True):
-    """A device. ``port`` and ``master`` (the bridge's index) belong to a switch's end of a link."""
+_BRPORT = {
+    "hairpin": "IFLA_BRPORT_MODE",
+    "learning": "IFLA_BRPORT_LEARNING",
+    "unicast_flood": "IFLA_BRPORT_UNICAST_FLOOD",
+    "multicast_flood": "IFLA_BRPORT_MCAST_FLOOD",
+    "broadcast_flood": "IFLA_BRPORT_BCAST_FLOOD",
+}
 
-    NEW: ClassVar[int] = 16
-    DELETE: ClassVar[int] = 17
-    GET: ClassVar[int] = 18
+
+class Link(OnDevice, frozen=True):
+    """A device. ``port`` and ``master`` (the bridge's index) belong to a switch's end of a link.
+
+    Requested, one that is there already comes up with its bridge settings.
+    """
+
+    KIND: ClassVar[str] = "LINK"
     KEY: ClassVar[int] = 1
+    LABEL: ClassVar[str] = "link {0.name}"
 
-    index: int
     name: str
     mac: str
     mtu: int
@@ -101,259 +161,180 @@ class Link(msgspec.Struct, frozen=True):
     port: BridgePort | None = None
     up: bool = True
 
-    @property
-    def label(self) -> str:
-        return f"link {self.name}"
-
-    @staticmethod
-    def dump_body() -> bytes:
-        return _IFINFO.pack(0, 0, 0, 0, 0) + attribute(_IFLA_EXT_MASK, _U32.pack(_SKIP_STATS))
+    def encode(self) -> bytes:
+        info = {}
+        if self.port is not None:
+            settings = {name: getattr(self.port, field) for field, name in _BRPORT.items()}
+            info["IFLA_LINKINFO"] = nest(IFLA_INFO_SLAVE_KIND="bridge", IFLA_INFO_SLAVE_DATA=nest(**settings))
+        return message("RTM_NEWLINK", CHANGE, _up(self.index), **info)
 
     @classmethod
-    def decode(cls, body: bytes) -> Link:
+    def decode(cls, found: Any) -> Self:
         """``up`` only once the device carries: administratively up and its peer too."""
-        _, _, index, flags, _ = _IFINFO.unpack_from(body)
-        found = parse_attributes(body, _IFINFO.size)
-        info = parse_attributes(found.get(_IFLA_LINKINFO, b""))
+        info = found.get_attr("IFLA_LINKINFO")
         port = None
-        if info.get(_IFLA_INFO_SLAVE_KIND, b"").rstrip(b"\0") == _BRIDGE.encode():
-            data = parse_attributes(info.get(_IFLA_INFO_SLAVE_DATA, b""))
-            port = BridgePort(**{name: data.get(kind, b"\0") != b"\0" for name, kind in _BRPORT.items()})
+        if info is not None and info.get_attr("IFLA_INFO_SLAVE_KIND") == "bridge":
+            data = info.get_attr("IFLA_INFO_SLAVE_DATA")
+            port = BridgePort(**{field: bool(data.get_attr(name)) for field, name in _BRPORT.items()})
         return cls(
-            index=index,
-            name=found[_IFLA_IFNAME].rstrip(b"\0").decode(),
-            mac=found.get(_IFLA_ADDRESS, b"").hex(":"),
-            mtu=integer(found, _IFLA_MTU),
-            txqlen=integer(found, _IFLA_TXQLEN),
-            gso_max=integer(found, _IFLA_GSO_MAX_SIZE),
-            master=integer(found, _IFLA_MASTER),
+            index=found["index"],
+            name=found.get_attr("IFLA_IFNAME"),
+            mac=found.get_attr("IFLA_ADDRESS") or "",
+            mtu=found.get_attr("IFLA_MTU"),
+            txqlen=found.get_attr("IFLA_TXQLEN"),
+            gso_max=found.get_attr("IFLA_GSO_MAX_SIZE"),
+            master=found.get_attr("IFLA_MASTER") or 0,
             port=port,
-            up=bool(flags & _IFF_UP) and found.get(_IFLA_OPERSTATE) == bytes([_OPER_UP]),
+            up=bool(found["flags"] & _IFF_UP) and found.get_attr("IFLA_OPERSTATE") == "UP",
         )
 
 
 def add_bridge(index: int, name: str, mtu: int) -> Request:
     """A bridge without spanning tree and multicast snooping, so that it sends nothing of its own."""
-    data = nested(
-        _IFLA_INFO_DATA,
-        attribute(_IFLA_BR_STP_STATE, _U32.pack(0)),
-        attribute(_IFLA_BR_MCAST_SNOOPING, b"\0"),
-    )
-    body = (
-        _IFINFO.pack(0, 0, index, _IFF_UP, _IFF_UP)
-        + text_attribute(_IFLA_IFNAME, name)
-        + attribute(_IFLA_MTU, _U32.pack(mtu))
-        + nested(_IFLA_LINKINFO, text_attribute(_IFLA_INFO_KIND, _BRIDGE), data)
-    )
-    return Request(Link.NEW, CREATE, body, f"bridge {name}", "CONFIG_BRIDGE")
+    data = nest(IFLA_BR_STP_STATE=0, IFLA_BR_MCAST_SNOOPING=0)
+    info = nest(IFLA_INFO_KIND="bridge", IFLA_INFO_DATA=data)
+    made = message("RTM_NEWLINK", CREATE, _up(index), IFLA_IFNAME=name, IFLA_MTU=mtu, IFLA_LINKINFO=info)
+    return Request(made, f"bridge {name}", "CONFIG_BRIDGE")
 
 
 def add_veth(port: Link, group: int, nic: Link, nic_netns_fd: int) -> Request:
     """A link: ``port`` here, as member of ``group`` and of its bridge; ``nic`` made in the other namespace."""
-    peer = attribute(
-        _VETH_INFO_PEER | 0x8000,
-        _IFINFO.pack(0, 0, nic.index, 0, 0) + _new_link(nic) + attribute(_IFLA_NET_NS_FD, _U32.pack(nic_netns_fd)),
+    peer = {"index": nic.index, **nest(**_new_link(nic), IFLA_NET_NS_FD=nic_netns_fd)}
+    made = message(
+        "RTM_NEWLINK",
+        CREATE,
+        {"index": port.index},
+        **_new_link(port),
+        IFLA_MASTER=port.master,
+        IFLA_GROUP=group,
+        IFLA_LINKINFO=nest(IFLA_INFO_KIND="veth", IFLA_INFO_DATA=nest(VETH_INFO_PEER=peer)),
     )
-    body = (
-        _IFINFO.pack(0, 0, port.index, 0, 0)
-        + _new_link(port)
-        + attribute(_IFLA_MASTER, _U32.pack(port.master))
-        + attribute(_IFLA_GROUP, _U32.pack(group))
-        + nested(_IFLA_LINKINFO, text_attribute(_IFLA_INFO_KIND, _VETH), nested(_IFLA_INFO_DATA, peer))
-    )
-    return Request(Link.NEW, CREATE, body, f"{port.name}: veth pair", "CONFIG_VETH")
-
-
-def configure_port(port: Link) -> Request:
-    """Bring a bridge port up with its bridge settings."""
-    assert port.port is not None
-    flags = [attribute(kind, bytes([getattr(port.port, name)])) for name, kind in _BRPORT.items()]
-    body = _IFINFO.pack(0, 0, port.index, _IFF_UP, _IFF_UP) + nested(
-        _IFLA_LINKINFO, text_attribute(_IFLA_INFO_SLAVE_KIND, _BRIDGE), nested(_IFLA_INFO_SLAVE_DATA, *flags)
-    )
-    return Request(Link.NEW, 0, body, f"{port.name}: bridge port")
-
-
-def configure_nic(nic: Link, on: str, *, accept_local: bool) -> Request:
-    """Bring a node's NIC up; ``accept_local`` lets in what the node itself sent."""
-    inet = nested(
-        socket.AF_INET,
-        nested(
-            _IFLA_INET_CONF,
-            attribute(_DEVCONF_RP_FILTER, _U32.pack(0)),
-            attribute(_DEVCONF_ACCEPT_LOCAL, _U32.pack(accept_local)),
-        ),
-    )
-    body = _IFINFO.pack(0, 0, nic.index, _IFF_UP, _IFF_UP) + nested(_IFLA_AF_SPEC, inet)
-    return Request(Link.NEW, 0, body, f"{on}: {nic.label}")
+    return Request(made, f"{port.name}: veth pair", "CONFIG_VETH")
 
 
 def raise_loopback(on: str) -> Request:
     """Bring ``lo`` up, which is device 1 of every namespace."""
-    return Request(Link.NEW, 0, _IFINFO.pack(0, 0, 1, _IFF_UP, _IFF_UP), f"{on}: link lo")
+    return Request(message("RTM_NEWLINK", CHANGE, _up(1)), f"{on}: link lo")
 
 
 def delete_group(group: int) -> Request:
     """All links of a group at once, and so their other ends; ENODEV if there are none."""
-    body = _IFINFO.pack(0, 0, 0, 0, 0) + attribute(_IFLA_GROUP, _U32.pack(group))
-    return Request(Link.DELETE, 0, body, f"links of group {group}")
+    return Request(message("RTM_DELLINK", CHANGE, {}, IFLA_GROUP=group), f"links of group {group}")
 
 
-def _new_link(link: Link) -> bytes:
-    return (
-        text_attribute(_IFLA_IFNAME, link.name)
-        + attribute(_IFLA_ADDRESS, _mac(link.mac))
-        + attribute(_IFLA_MTU, _U32.pack(link.mtu))
-        + attribute(_IFLA_TXQLEN, _U32.pack(link.txqlen))
-        + attribute(_IFLA_GSO_MAX_SIZE, _U32.pack(link.gso_max))
-    )
+def _up(index: int) -> dict[str, int]:
+    return {"index": index, "flags": _IFF_UP, "change": _IFF_UP}
 
 
-class Address(msgspec.Struct, frozen=True):
+def _new_link(link: Link) -> dict[str, object]:
+    return {
+        "IFLA_IFNAME": link.name,
+        "IFLA_ADDRESS": link.mac,
+        "IFLA_MTU": link.mtu,
+        "IFLA_TXQLEN": link.txqlen,
+        "IFLA_GSO_MAX_SIZE": link.gso_max,
+    }
+
+
+class Address(OnDevice, frozen=True):
     """An IPv4 address of a device and the length of its subnet's prefix."""
 
-    NEW: ClassVar[int] = 20
-    GET: ClassVar[int] = 22
-    KEY: ClassVar[int] = 2
+    KIND: ClassVar[str] = "ADDR"
+    FAMILY: ClassVar[int] = socket.AF_INET
+    LABEL: ClassVar[str] = "address {0.ip}"
 
-    index: int
     ip: str
     prefix: int
 
-    @property
-    def label(self) -> str:
-        return f"address {self.ip}"
-
-    def request(self, on: str) -> Request:
-        raw = socket.inet_aton(self.ip)
-        body = _IFADDR.pack(socket.AF_INET, self.prefix, 0, 0, self.index) + attribute(1, raw) + attribute(2, raw)
-        return Request(self.NEW, CREATE, body, f"{on}: {self.label}")
-
-    @staticmethod
-    def dump_body() -> bytes:
-        return _IFADDR.pack(socket.AF_INET, 0, 0, 0, 0)
+    def encode(self) -> bytes:
+        fields = {"family": self.FAMILY, "prefixlen": self.prefix, "index": self.index}
+        return message("RTM_NEWADDR", CREATE, fields, IFA_LOCAL=self.ip, IFA_ADDRESS=self.ip)
 
     @classmethod
-    def decode(cls, body: bytes) -> Address:
-        _, prefix, _, _, index = _IFADDR.unpack_from(body)
-        return cls(index, socket.inet_ntoa(parse_attributes(body, _IFADDR.size)[2]), prefix)
+    def decode(cls, found: Any) -> Self:
+        return cls(found["index"], found.get_attr("IFA_LOCAL"), found["prefixlen"])
 
 
-class Neighbour(msgspec.Struct, frozen=True):
+class Neighbour(OnDevice, frozen=True):
     """A permanent neighbour: ``ip`` is behind ``mac`` on this device. It never ages and nobody asks."""
 
-    NEW: ClassVar[int] = 28
-    GET: ClassVar[int] = 30
-    KEY: ClassVar[int] = 2
+    KIND: ClassVar[str] = "NEIGH"
+    FAMILY: ClassVar[int] = socket.AF_INET
+    LABEL: ClassVar[str] = "neighbour {0.ip}"
 
-    index: int
     ip: str
     mac: str
 
-    @property
-    def label(self) -> str:
-        return f"neighbour {self.ip}"
-
-    def request(self, on: str) -> Request:
-        body = (
-            _NDMSG.pack(socket.AF_INET, self.index, _NUD_PERMANENT, 0, 0)
-            + attribute(1, socket.inet_aton(self.ip))
-            + attribute(2, _mac(self.mac))
-        )
-        return Request(self.NEW, REPLACE, body, f"{on}: {self.label}")
-
-    @staticmethod
-    def dump_body() -> bytes:
-        return _NDMSG.pack(socket.AF_INET, 0, 0, 0, 0)
+    def encode(self) -> bytes:
+        fields = {"family": self.FAMILY, "ifindex": self.index, "state": _NUD_PERMANENT}
+        return message("RTM_NEWNEIGH", REPLACE, fields, NDA_DST=self.ip, NDA_LLADDR=self.mac)
 
     @classmethod
-    def decode(cls, body: bytes) -> Neighbour | None:
-        """None for an entry that is not permanent."""
-        family, index, state, _, _ = _NDMSG.unpack_from(body)
-        if family != socket.AF_INET or state != _NUD_PERMANENT:
+    def decode(cls, found: Any) -> Self | None:
+        if found["family"] != cls.FAMILY or found["state"] != _NUD_PERMANENT:
             return None
-        found = parse_attributes(body, _NDMSG.size)
-        return cls(index, socket.inet_ntoa(found[1]), found[2].hex(":"))
+        return cls(found["ifindex"], found.get_attr("NDA_DST"), found.get_attr("NDA_LLADDR"))
 
 
-class Forward(msgspec.Struct, frozen=True):
+class Forward(OnDevice, frozen=True):
     """A fixed entry of a bridge's forwarding table: frames to ``mac`` leave by this port."""
 
-    NEW: ClassVar[int] = 28
-    GET: ClassVar[int] = 30
-    KEY: ClassVar[int] = 2
+    KIND: ClassVar[str] = "NEIGH"
+    FAMILY: ClassVar[int] = _AF_BRIDGE
+    LABEL: ClassVar[str] = "forwarding entry {0.mac}"
 
-    index: int
     mac: str
 
-    @property
-    def label(self) -> str:
-        return f"forwarding entry {self.mac}"
-
-    def request(self, on: str) -> Request:
-        body = _NDMSG.pack(_AF_BRIDGE, self.index, _NUD_NOARP, _NTF_MASTER, 0) + attribute(2, _mac(self.mac))
-        return Request(self.NEW, CREATE, body, f"{on}: {self.label}")
-
-    @staticmethod
-    def dump_body() -> bytes:
-        return _IFINFO.pack(_AF_BRIDGE, 0, 0, 0, 0)
+    def encode(self) -> bytes:
+        fields = {"family": self.FAMILY, "ifindex": self.index, "state": _NUD_NOARP, "flags": _NTF_MASTER}
+        return message("RTM_NEWNEIGH", CREATE, fields, NDA_LLADDR=self.mac)
 
     @classmethod
-    def decode(cls, body: bytes) -> Forward | None:
-        """None for the entries that the bridge makes for its ports' own addresses."""
-        _, index, state, _, _ = _NDMSG.unpack_from(body)
-        if state != _NUD_NOARP:
-            return None
-        return cls(index, parse_attributes(body, _NDMSG.size)[2].hex(":"))
+    def decode(cls, found: Any) -> Self | None:
+        """Not the entries that the bridge makes for its ports' own addresses."""
+        return cls(found["ifindex"], found.get_attr("NDA_LLADDR")) if found["state"] == _NUD_NOARP else None
 
 
-class Route(msgspec.Struct, frozen=True):
+class Route(KernelObject, frozen=True):
     """A route of a table: ``subnet``/``prefix`` is on the device's link."""
 
-    NEW: ClassVar[int] = 24
-    GET: ClassVar[int] = 26
-    KEY: ClassVar[int] = 2
+    KIND: ClassVar[str] = "ROUTE"
+    FAMILY: ClassVar[int] = socket.AF_INET
+    LABEL: ClassVar[str] = "route to {0.subnet} of table {0.table}"
 
     table: int
     subnet: str
     prefix: int
     index: int
 
-    @property
-    def label(self) -> str:
-        return f"route to {self.subnet} of table {self.table}"
-
-    def request(self, on: str) -> Request:
-        body = (
-            _RTMSG.pack(
-                socket.AF_INET, self.prefix, 0, 0, self.table, _RTPROT_STATIC, _SCOPE_LINK, _RTN_UNICAST, 0
-            )
-            + attribute(1, socket.inet_aton(self.subnet))
-            + attribute(4, _U32.pack(self.index))
-        )
-        return Request(self.NEW, CREATE, body, f"{on}: {self.label}")
-
-    @staticmethod
-    def dump_body() -> bytes:
-        return _RTMSG.pack(socket.AF_INET, 0, 0, 0, 0, 0, 0, 0, 0)
+    def encode(self) -> bytes:
+        fields = {
+            "family": self.FAMILY,
+            "dst_len": self.prefix,
+            "table": self.table,
+            "proto": _RTPROT_STATIC,
+            "scope": _SCOPE_LINK,
+            "type": _RTN_UNICAST,
+        }
+        return message("RTM_NEWROUTE", CREATE, fields, RTA_DST=self.subnet, RTA_OIF=self.index)
 
     @classmethod
-    def decode(cls, body: bytes) -> Route | None:
-        """None for the routes that the kernel makes itself."""
-        _, prefix, _, _, table, protocol, _, _, _ = _RTMSG.unpack_from(body)
-        if protocol != _RTPROT_STATIC:
+    def decode(cls, found: Any) -> Self | None:
+        """Not the routes that the kernel makes itself."""
+        if found["proto"] != _RTPROT_STATIC:
             return None
-        found = parse_attributes(body, _RTMSG.size)
-        return cls(table, socket.inet_ntoa(found[1]), prefix, integer(found, 4))
+        subnet = found.get_attr("RTA_DST") or "0.0.0.0"
+        return cls(found["table"], subnet, found["dst_len"], found.get_attr("RTA_OIF") or 0)
 
 
-class Rule(msgspec.Struct, frozen=True):
+class Rule(KernelObject, frozen=True):
     """A routing rule: packets ``source``/``prefix``, or not arriving on ``unless_iif``, use ``table``."""
 
-    NEW: ClassVar[int] = 32
-    DELETE: ClassVar[int] = 33
-    GET: ClassVar[int] = 34
+    KIND: ClassVar[str] = "RULE"
+    FAMILY: ClassVar[int] = socket.AF_INET
     KEY: ClassVar[int] = 1
+    LABEL: ClassVar[str] = "rule {0.pref}"
+    FEATURE: ClassVar[str] = "CONFIG_IP_MULTIPLE_TABLES"
 
     pref: int
     table: int
@@ -361,43 +342,31 @@ class Rule(msgspec.Struct, frozen=True):
     prefix: int = 0
     unless_iif: str = ""
 
-    @property
-    def label(self) -> str:
-        return f"rule {self.pref}"
+    def encode(self) -> bytes:
+        return self._message("RTM_NEWRULE", CREATE)
 
-    def request(self, on: str, *, delete: bool = False) -> Request:
-        flags = _FIB_RULE_INVERT if self.unless_iif else 0
-        body = _RTMSG.pack(socket.AF_INET, 0, self.prefix, 0, self.table, 0, 0, _FR_ACT_TO_TBL, flags)
-        body += attribute(_FRA_PRIORITY, _U32.pack(self.pref)) + attribute(_FRA_TABLE, _U32.pack(self.table))
-        if self.source:
-            body += attribute(_FRA_SRC, socket.inet_aton(self.source))
-        if self.unless_iif:
-            body += text_attribute(_FRA_IIFNAME, self.unless_iif)
-        return Request(
-            self.DELETE if delete else self.NEW,
-            0 if delete else CREATE,
-            body,
-            f"{on}: {self.label}",
-            "CONFIG_IP_MULTIPLE_TABLES",
-        )
+    def removal(self, on: str) -> Request:
+        """What takes it away again."""
+        return Request(self._message("RTM_DELRULE", CHANGE), f"{on}: {self.label}", self.FEATURE)
 
-    @staticmethod
-    def dump_body() -> bytes:
-        return _RTMSG.pack(socket.AF_INET, 0, 0, 0, 0, 0, 0, 0, 0)
+    def _message(self, kind: str, flags: int) -> bytes:
+        fields = {
+            "family": self.FAMILY,
+            "src_len": self.prefix,
+            "table": self.table,
+            "action": _FR_ACT_TO_TBL,
+            "flags": _FIB_RULE_INVERT if self.unless_iif else 0,
+        }
+        condition = {"FRA_SRC": self.source, "FRA_IIFNAME": self.unless_iif}
+        given = {name: value for name, value in condition.items() if value}
+        return message(kind, flags, fields, FRA_PRIORITY=self.pref, FRA_TABLE=self.table, **given)
 
     @classmethod
-    def decode(cls, body: bytes) -> Rule:
-        _, _, prefix, _, table, _, _, _, _ = _RTMSG.unpack_from(body)
-        found = parse_attributes(body, _RTMSG.size)
-        source = found.get(_FRA_SRC)
+    def decode(cls, found: Any) -> Self:
         return cls(
-            pref=integer(found, _FRA_PRIORITY),
-            table=integer(found, _FRA_TABLE) or table,
-            source=socket.inet_ntoa(source) if source else "",
-            prefix=prefix,
-            unless_iif=found.get(_FRA_IIFNAME, b"").rstrip(b"\0").decode(),
+            pref=found.get_attr("FRA_PRIORITY") or 0,
+            table=found.get_attr("FRA_TABLE") or found["table"],
+            source=found.get_attr("FRA_SRC") or "",
+            prefix=found["src_len"],
+            unless_iif=found.get_attr("FRA_IIFNAME") or "",
         )
-
-
-def _mac(text: str) -> bytes:
-    return bytes.fromhex(text.replace(":", ""))
