@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import msgspec
 import trio
 
-from topology.netns import PortCounters
+from topology.counters import PortCounters
 
 from .config import ReplayConfig, RunConfig
 from .errors import EmulatorError, ProtocolViolation, error_from_code

@@ -169,14 +169,19 @@ def test_only_netlink_uses_pyroute2_and_only_the_toy_torch() -> None:
     assert users["torch"] == {"emulator.models.toy"}
 
 
-def test_virtual_time_needs_no_network() -> None:
-    """Nothing that ``sim`` imports, however far down, makes namespaces, links or sockets."""
-    reached, front = set[str](), ["emulator.sim"]
+def reached_from(module: str) -> set[str]:
+    """All of our modules that it imports, however far down, and itself."""
+    reached, front = set[str](), [module]
     while front:
         module = front.pop()
         if module not in reached:
             reached.add(module)
             front += [name for name in imports(module) if name in sources()]
+    return reached
+
+
+def test_virtual_time_needs_no_network() -> None:
+    """Nothing that ``sim`` imports, however far down, makes namespaces, links or sockets."""
     forbidden = {
         "emulator.fabric.tcp",
         "emulator.isolate",
@@ -184,8 +189,12 @@ def test_virtual_time_needs_no_network() -> None:
         "topology.namespaces",
         "topology.netlink",
     }
-    assert sorted(reached & forbidden) == []
-    assert not [module for module in reached if any(top(name) == "pyroute2" for name in imports(module))]
+    assert sorted(reached_from("emulator.sim") & forbidden) == []
+
+
+def test_a_node_does_not_make_networks() -> None:
+    """A node's process, of which there are many, loads nothing that speaks to the kernel about links."""
+    assert "topology.netlink" not in reached_from("emulator.node")
 
 
 def test_no_module_needs_itself() -> None:

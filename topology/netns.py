@@ -23,11 +23,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from . import rtnl, tc
+from .counters import Direction, LaneCounters, PortCounters
 from .errors import TopologyError
 from .lanes import CLASS_NAMES, MTU_BYTES, PortPlan, gso_max_bytes, port_plan
 from .namespaces import inside, new_netns
@@ -35,9 +36,7 @@ from .netlink import NetlinkError, Request, RouteSocket
 from .rtnl import KernelObject
 from .spec import AddressPlan, ClusterSpec
 
-__all__ = ["LaneCounters", "Network", "PortCounters", "realise"]
-
-Direction = Literal["read", "write"]
+__all__ = ["Network", "realise"]
 
 _GROUP = 1
 _BRIDGE_INDEX = 100
@@ -63,33 +62,6 @@ _CARRIER_POLL_S = 0.002
 
 _DUMPED = (rtnl.Link, rtnl.Address, rtnl.Neighbour, rtnl.Forward, rtnl.Route, rtnl.Rule, tc.HtbQdisc)
 _DUMPED_BY_DEVICE = (tc.HtbClass, tc.HtbFilter)
-
-
-class LaneCounters(msgspec.Struct, frozen=True):
-    """One lane class of a port direction, as its qdisc counts: link-layer bytes, wire segments."""
-
-    lane: str
-    sent_bytes: int
-    packets: int
-    drops: int
-    backlog_bytes: int
-
-
-class PortCounters(msgspec.Struct, frozen=True):
-    """One direction of a NIC: ``read`` leaves the node, ``write`` enters it.
-
-    ``direct_packets`` bypassed all classes and so were not shaped: a run in which it is not 0 is void.
-    """
-
-    node: str
-    nic: str
-    direction: Direction
-    lanes: tuple[LaneCounters, ...]
-    direct_packets: int
-
-    def lane(self, name: str) -> LaneCounters:
-        """``high``, ``kv``, ``control``, or ``ack`` for what passes beside the lanes."""
-        return next(lane for lane in self.lanes if lane.lane == name)
 
 
 class _Place:

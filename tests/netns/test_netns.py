@@ -15,11 +15,12 @@ import pytest
 
 from tests.within import assert_within
 from topology import netns, rtnl, tc
+from topology.counters import PortCounters
 from topology.errors import TopologyError
 from topology.lanes import DSCP_OF_LANE, KV_LANE, MODEL_LANE, Match
 from topology.namespaces import inside, new_netns
 from topology.netlink import CHANGE, NetlinkError, Request, RouteSocket, message
-from topology.netns import Network, PortCounters, realise
+from topology.netns import Network, realise
 from topology.spec import AddressPlan, ClusterSpec
 
 pytestmark = pytest.mark.root
