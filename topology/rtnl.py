@@ -91,10 +91,12 @@ class KernelObject(msgspec.Struct, frozen=True):
         return cls.decode(read(raw))
 
     def encode(self) -> bytes:
+        """The message of ``request``. Each kind has its own."""
         raise NotImplementedError
 
     @classmethod
     def decode(cls, found: Any) -> Self | None:
+        """``of_message`` for a message that has been read. Each kind has its own."""
         raise NotImplementedError
 
 
