@@ -64,7 +64,7 @@ class ScaleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``kv_bytes``: emulated KV bytes per token and layer; ``dilation``: wall seconds per model second."""
 
     kv_bytes: int = 1
-    dilation: float = 10.0
+    dilation: float = 8.0
 
     def __post_init__(self) -> None:
         if self.kv_bytes < 1:

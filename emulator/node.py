@@ -1,13 +1,14 @@
 """One node's process: ``python -m emulator.node NAME [UID GID]``, started by the supervisor.
 
-It moves into an anonymous network namespace of its own, says so, gives up every privilege, and only then
-imports what can be attacked or is slow: nothing of it needs a privilege, since the supervisor makes the links
-from outside while the imports run. Standard library only above ``main``.
+It moves into an anonymous network namespace of its own, says so, gives up every privilege, and waits for its
+links, which the supervisor makes from outside. Only then it imports what can be attacked or is slow, so that
+ten nodes' imports do not compete with the making of the network. Standard library only above ``main``.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import sys
 
 from topology.namespaces import CLONE_NEWNET, unshare
@@ -21,11 +22,13 @@ IN_NETNS = b"netns\n"
 
 
 def main(argv: list[str]) -> None:
-    """Isolate, announce, drop, then serve orders on standard input until its end."""
+    """Isolate, announce, drop, wait for links, then serve orders on standard input until its end."""
     name, *user = argv
     unshare(CLONE_NEWNET)
     os.write(1, IN_NETNS)
     drop_privileges((int(user[0]), int(user[1])) if user else None)
+    # The first order says that the links are there; the end of the input says that nobody is.
+    select.select([0], [], [])
 
     import trio
 
