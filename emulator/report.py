@@ -207,7 +207,7 @@ def build_report(run: FinishedRun) -> dict[str, Any]:
         "errors": sorted({r.error for r in records.requests if r.error is not None}),
         "config": {
             "topology": run.config.topology.get("name"),
-            "model": run.config.model.name,
+            "model": Deployment(run.config).shape.name,
             "backend": run.config.model.backend,
             "agents": replay.agents,
             "aps": replay.aps,

@@ -29,10 +29,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "serving": ("serving",),
     "hosts": (
         *("plan", "node", "station", "supervisor", "cluster", "sim", "control", "state", "processes", "isolate"),
-        *("pidinit", "logs", "estimate", "evidence", "samples", "probe"),
+        *("pidinit", "subreaper", "nodeprocess", "logs", "estimate", "evidence", "samples", "probe"),
     ),
     "study": ("report", "study", "study.*"),
-    "cli": ("cli", "cli.*", ""),
+    "cli": ("cli", "cli.*", "__main__", ""),
 }
 """Modules of ``emulator`` by layer, lowest first; the first pattern that fits decides, and "" is the package."""
 

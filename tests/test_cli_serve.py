@@ -86,7 +86,7 @@ def test_a_changed_record_is_found(tmp_path: Path, small: tuple[str, ...]) -> No
         (("--agents", "2", "--aps", "1"), "--aps"),
         (("--aps", "nan"), "aps"),
         (("--agents", "0"), "--agents"),
-        (("--max-len", "1"), "no trajectories left"),
+        (("--max-len", "1"), "starts longer than that"),
         (("--trace", "no/such/file"), "--trace-format"),
         (("--trace", "no/such/file", "--trace-format", "weka"), "no/such/file"),
         (("--trace", "agentic", "--trace-format", "weka"), "bundled"),

@@ -93,9 +93,9 @@ def test_cut_trajectories_and_notes_are_said(tmp_path: Path) -> None:
     notes = json.loads(emulate(*args, "--json").out)["notes"]
     assert notes == {"out_of_order": 1, "zero_outputs": 1, "left_out": 1}
     assert emulate(*args).err.splitlines() == [
-        "note: out of order: 1",
-        "note: zero outputs: 1",
-        "note: left out: 1",
+        "trace: 1 out of order",
+        "trace: 1 zero outputs",
+        "trace: 1 trajectories left out, because they start beyond --max-len",
     ]
 
 
@@ -127,7 +127,7 @@ def test_cumulative_and_delta_convert_to_the_same_bytes(tmp_path: Path) -> None:
 
 def test_analyze_prints_the_offered_load_with_its_formula() -> None:
     """For people the formula and the figure; as JSON the same figure, at least 2 on one SNIC when warm."""
-    human = emulate("analyze", "1p1d", "--warm")
+    human = emulate("analyze", "1p1d", "--warm", "--trace", "io-bound")
     result = json.loads(emulate("analyze", "1p1d", "--warm", "--trace", "io-bound", "--json").out)
     (warm,) = result["offered_load"]
     assert warm["snic_offered"]["pe"] >= 2

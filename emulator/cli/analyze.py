@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from ..errors import ConfigError
-from .trace import load_workload
+from .options import DEFAULT_SAMPLE, FORMATS, load_run, load_trace, say_notes
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,9 +32,9 @@ _PATHS: dict[Literal["pe", "de", "both"], str] = {"pe": "PE path", "de": "DE pat
 @click.command()
 @click.argument("topology")
 @click.option(
-    "--trace", "source", default="io-bound", show_default=True, help="A bundled sample, a file, or a folder."
+    "--trace", "source", default=DEFAULT_SAMPLE, show_default=True, help="A bundled sample, a file, or a folder."
 )
-@click.option("--trace-format", help="What the trace is: weka, mooncake, mooncake-delta, azure or native.")
+@click.option("--trace-format", help=f"What the trace is: {FORMATS}.")
 @click.option("--agents", type=int, help="Agents in the closed loop (default: all trajectories of the trace).")
 @click.option("--max-len", type=int, help="Cut trajectories before the first context that is longer, in tokens.")
 @click.option("--model", help="Bundled shape or a TOML file (default: the topology file's, or ds660b).")
@@ -59,13 +59,12 @@ def analyze(
     from ..deployment import Deployment
     from ..plan import cluster_spec
     from ..workload import closed_loop
-    from .options import load_run
 
     if seed < 0:
         raise ConfigError(f"--seed {seed}: expected 0 or more")
     run = load_run(topology, model=model)
     cluster = _cluster(cluster_spec(run))
-    workload, notes = load_workload(source, trace_format, max_len)
+    workload, notes = load_trace(source, trace_format, max_len)
     if agents is not None:
         workload = closed_loop(workload, agents, seed, max_len)
     costs = Deployment(run).costs
@@ -98,8 +97,7 @@ def analyze(
     _print_section(console, cluster, section)
     for report in reports:
         _print_load(console, f"{workload.name} on {topology}, {costs.shape.name}", report)
-    for name, count in notes.items():
-        click.echo(f"note: {name.replace('_', ' ')}: {count}", err=True)
+    say_notes(notes)
 
 
 def _cluster(spec: Any) -> Cluster:

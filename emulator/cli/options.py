@@ -12,7 +12,6 @@ import msgspec
 
 from ..config import ReplayConfig, RunConfig, load_config
 from ..errors import ConfigError
-from ..plan import run_config
 
 if TYPE_CHECKING:
     from topology.spec import ClusterSpec
@@ -20,11 +19,26 @@ if TYPE_CHECKING:
     from ..records import Decisions
     from ..workload import Workload
 
-__all__ = ["SYSTEMS", "Asked", "cluster_options", "load_run", "load_workload", "replay_options"]
+__all__ = [
+    "DEFAULT_SAMPLE",
+    "FORMATS",
+    "SYSTEMS",
+    "Asked",
+    "cluster_options",
+    "load_run",
+    "load_trace",
+    "load_workload",
+    "replay_options",
+    "say_notes",
+]
 
 SYSTEMS = ("dualpath",)
 DEFAULT_SAMPLE = "agentic"
+FORMATS = "weka, mooncake, mooncake-delta, azure or native"
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+
+_NOTES = {"left_out": "trajectories left out, because they start beyond --max-len"}
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,14 +58,14 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     out: Path | None
     as_json: bool
 
-    def replays(self, agents: int | None) -> list[ReplayConfig]:
+    def replays(self) -> list[ReplayConfig]:
         """One configuration for each run, in the order in which systems and paths were given."""
         return [
             msgspec.convert(
                 {
                     "system": system,
                     "path": path,
-                    "agents": agents,
+                    "agents": self.agents,
                     "aps": self.aps,
                     "think": self.think,
                     "warm": self.warm,
@@ -93,9 +107,9 @@ def replay_options(command: _F) -> _F:
         click.option(
             "--agents",
             type=click.IntRange(min=1),
-            help="Closed loop: agents at a time [default: all of the trace].",
+            help="Closed loop: this many agents, all at once [default: the trace's own arrivals].",
         ),
-        click.option("--trace-format", help="How to read the trace; a sample needs none."),
+        click.option("--trace-format", help=f"What the trace is: {FORMATS}; a sample needs none."),
         click.option(
             "--trace", default=DEFAULT_SAMPLE, show_default=True, help="A bundled sample, a file, or a folder."
         ),
@@ -121,6 +135,8 @@ def load_run(
     """
     from topology.spec import PRESETS, load_topology
 
+    from ..plan import run_config
+
     spec: ClusterSpec = load_topology(topology)
     engine, models, scale = load_config(None if topology in PRESETS else Path(topology))
     if model is not None:
@@ -134,38 +150,62 @@ def load_run(
     return run_config(spec, engine, models, scale)
 
 
-def load_workload(asked: Asked) -> tuple[Workload, int | None, tuple[str, ...]]:
-    """The workload to replay, its number of agents (None: open loop), and notes for the user."""
+def load_trace(
+    trace: str, trace_format: str | None, max_len: int | None = None, *, block_tokens: int | None = None
+) -> tuple[Workload, dict[str, int]]:
+    """The workload of ``--trace`` and ``--trace-format``, cut at ``--max-len``, and what was noteworthy.
+
+    A bundled sample's name needs no format. Notes are the reader's, and ``left_out``: trajectories whose first
+    context is longer than ``max_len``. Raises ConfigError.
+    """
     from ..samples import SAMPLES, load_sample
-    from ..traces import TRACE_FORMATS, read_trace
-    from ..workload import closed_loop, cut, open_loop
+    from ..traces import read_trace
+    from ..workload import cut
+
+    notes: dict[str, int] = {}
+    if trace in SAMPLES and trace_format is None:
+        workload = load_sample(trace)
+    elif trace in SAMPLES and not Path(trace).exists():
+        raise ConfigError(f"--trace-format is for files; {trace} is a bundled sample and needs none")
+    elif trace_format is None:
+        raise ConfigError(
+            f"trace {trace}: expected --trace-format with it ({FORMATS}),"
+            f" or the name of a bundled sample: {', '.join(SAMPLES)}"
+        )
+    else:
+        result = read_trace(Path(trace), trace_format, block_tokens=block_tokens)
+        workload, notes = result.workload, dict(result.notes)
+    if max_len is not None:
+        workload, left_out = cut(workload, max_len)
+        if not workload.trajectories:
+            raise ConfigError(f"--max-len {max_len}: every trajectory of {workload.name} starts longer than that")
+        if left_out:
+            notes["left_out"] = left_out
+    return workload, notes
+
+
+def load_workload(asked: Asked) -> tuple[Workload, dict[str, int]]:
+    """The workload to replay, and what was noteworthy about its trace.
+
+    ``--agents`` makes it a closed loop, ``--aps`` an open one; without either it keeps the trace's arrivals.
+    """
+    from ..workload import closed_loop, open_loop
 
     if asked.agents is not None and asked.aps is not None:
         raise click.UsageError("--agents is a closed loop and --aps an open one: give one of them")
-    notes: list[str] = []
-    if asked.trace in SAMPLES:
-        if asked.trace_format is not None:
-            raise click.UsageError(f"--trace-format is for files; {asked.trace} is a bundled sample")
-        workload = load_sample(asked.trace)
-    else:
-        if asked.trace_format is None:
-            raise click.UsageError(
-                f"--trace {asked.trace} needs --trace-format, one of {', '.join(TRACE_FORMATS)}"
-                f" (bundled samples: {', '.join(SAMPLES)})"
-            )
-        result = read_trace(Path(asked.trace), asked.trace_format)
-        workload = result.workload
-        notes += [f"trace: {count} {name.replace('_', ' ')}" for name, count in result.notes.items()]
-    if asked.max_len is not None:
-        workload, left_out = cut(workload, asked.max_len)
-        if left_out:
-            notes.append(
-                f"trace: {left_out} trajectories start with more than {asked.max_len} tokens and are left out"
-            )
-    if asked.aps is not None:
-        return open_loop(workload, asked.aps, asked.seed), None, tuple(notes)
-    agents = asked.agents or max(1, len(workload.trajectories))
-    return closed_loop(workload, agents, asked.seed, asked.max_len), agents, tuple(notes)
+    workload, notes = load_trace(asked.trace, asked.trace_format, asked.max_len)
+    if asked.agents is not None:
+        workload = closed_loop(workload, asked.agents, asked.seed, asked.max_len)
+    elif asked.aps is not None:
+        workload = open_loop(workload, asked.aps, asked.seed)
+    return workload, notes
+
+
+def say_notes(notes: dict[str, int]) -> None:
+    """Tell on standard error what was noteworthy about a trace."""
+    for name, count in notes.items():
+        text = _NOTES.get(name, name.replace("_", " "))
+        click.echo(f"trace: {count} {text}", err=True)
 
 
 def load_decisions(asked: Asked) -> Decisions | None:

@@ -29,7 +29,7 @@ from ..report import FinishedRun, claim_run_dir, read_run_dir, run_entry, setup_
 from ..verify import Evidence
 from ..verify import verify as check
 from .lifecycle import find_cluster, show_stage
-from .options import Asked, cluster_options, load_decisions, load_run, load_workload, replay_options
+from .options import Asked, cluster_options, load_decisions, load_run, load_workload, replay_options, say_notes
 
 __all__ = ["replay", "run", "sim", "verify"]
 
@@ -41,9 +41,9 @@ class _Job:
 
     def __init__(self, asked: Asked, base: RunConfig) -> None:
         self.as_json = asked.as_json
-        self.workload, agents, notes = load_workload(asked)
+        self.workload, notes = load_workload(asked)
         self.decisions: Decisions | None = load_decisions(asked)
-        replays = asked.replays(agents)
+        replays = asked.replays()
         self.runs = [msgspec.structs.replace(base, replay=replay) for replay in replays]
         self._outs = [_out_of(asked.out, replay, alone=len(replays) == 1) for replay in replays]
         for out in self._outs:
@@ -51,8 +51,7 @@ class _Job:
                 claim_run_dir(out)
         self._expected: dict[str, tuple[int, ...]] | None = None
         self.entries: list[dict[str, Any]] = []
-        for note in notes:
-            _say(note)
+        say_notes(notes)
 
     def say_estimate(self) -> None:
         """How long it will take at the least, in wall time, and what would shorten it."""

@@ -9,47 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ConfigError
+from .options import FORMATS, load_trace, say_notes
 
 if TYPE_CHECKING:
     from ..workload import Workload
 
-__all__ = ["load_workload", "trace"]
+__all__ = ["trace"]
 
-FORMATS = "weka, mooncake, mooncake-delta, azure or native"
 _FORMAT_HELP = f"What the file is: {FORMATS}. Never guessed."
 _MAX_LEN_HELP = "Cut trajectories before the first context that is longer, in tokens."
-
-
-def load_workload(
-    trace: str, trace_format: str | None, max_len: int | None = None, *, block_tokens: int | None = None
-) -> tuple[Workload, dict[str, int]]:
-    """The workload of ``--trace`` and ``--trace-format``, cut at ``--max-len``, and what was noteworthy.
-
-    A bundled sample's name needs no format. Notes are the reader's, and ``left_out``: trajectories whose first
-    context is longer than ``max_len``. Raises ConfigError.
-    """
-    from ..samples import SAMPLES, load_sample
-    from ..traces import read_trace
-    from ..workload import cut
-
-    notes: dict[str, int] = {}
-    if trace_format is None and trace in SAMPLES:
-        workload = load_sample(trace)
-    elif trace_format is None:
-        raise ConfigError(
-            f"trace {trace}: expected --trace-format with it ({FORMATS}),"
-            f" or the name of a bundled sample: {', '.join(SAMPLES)}"
-        )
-    else:
-        result = read_trace(Path(trace), trace_format, block_tokens=block_tokens)
-        workload, notes = result.workload, dict(result.notes)
-    if max_len is not None:
-        workload, left_out = cut(workload, max_len)
-        if not workload.trajectories:
-            raise ConfigError(f"--max-len {max_len}: every trajectory of {workload.name} starts longer than that")
-        if left_out:
-            notes["left_out"] = left_out
-    return workload, notes
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -112,7 +80,7 @@ def stats(
     from ..workload import workload_stats
 
     shape = load_shape(model)
-    workload, notes = load_workload(source, trace_format, max_len, block_tokens=block_tokens)
+    workload, notes = load_trace(source, trace_format, max_len, block_tokens=block_tokens)
     measured = workload_stats(workload)
     result: dict[str, Any] = {
         "name": workload.name,
@@ -148,7 +116,7 @@ def stats(
     table.add_row("hit ratio", f"{measured.hit_ratio:.1%}", "hit tokens / prompt tokens")
     table.add_row("store", f"{result['store_bytes'] / 1e9:,.1f} GB", f"distinct blocks at the end, {shape.name}")
     Console(highlight=False).print(table)
-    _say(notes)
+    say_notes(notes)
 
 
 @trace.command()
@@ -161,8 +129,8 @@ def convert(
     source: str, trace_format: str | None, block_tokens: int | None, max_len: int | None, out: Path | None
 ) -> None:
     """Write any trace in the native format: same lengths, times and token ids."""
-    workload, notes = load_workload(source, trace_format, max_len, block_tokens=block_tokens)
-    _say(notes)
+    workload, notes = load_trace(source, trace_format, max_len, block_tokens=block_tokens)
+    say_notes(notes)
     _write(workload, out)
 
 
@@ -174,8 +142,3 @@ def _write(workload: Workload, out: Path | None) -> None:
         return
     write_native(workload, out)
     click.echo(f"{out}: {len(workload.trajectories)} trajectories, {workload.requests} requests", err=True)
-
-
-def _say(notes: dict[str, int]) -> None:
-    for name, count in notes.items():
-        click.echo(f"note: {name.replace('_', ' ')}: {count}", err=True)

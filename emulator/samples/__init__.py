@@ -1,7 +1,7 @@
 """The bundled workloads, for a run without a trace. Made by ``emulator.synth``; a test makes them again.
 
 ``agentic``: 16 agents of the paper's 32K set at an eighth of all lengths (contexts to 4,096 tokens).
-``io-bound``: 32 agents of 6 turns on contexts of 32K and more, short appends, 2 to 8 generated tokens;
+``io-bound``: 48 agents of 4 turns on contexts of 32K and more, short appends, 2 to 8 generated tokens;
 sized for 1P1D serving DS 660B with a warm store, where one storage NIC is offered more than twice what it
 carries for most of the run (``emulate analyze`` prints the figure).
 """
@@ -33,7 +33,7 @@ def make_sample(name: str) -> Workload:
     _known(name)
     if name == "agentic":
         return synth_agentic(seed=1, trajectories=16, max_len=32_768, scale=1 / 8)
-    return synth_io_bound(seed=1, trajectories=32, turns=6, gen=(2, 8))
+    return synth_io_bound(seed=1, trajectories=48, turns=4, gen=(2, 8))
 
 
 def _known(name: str) -> None:
