@@ -90,23 +90,25 @@ class Client:
         cached = layout.full_blocks(longest - 1) * layout.block_tokens
         self._deployment.costs.check_covers(cached, max(longest, engine.batch_tokens))
         engines = {*self._deployment.pe_engines, *self._deployment.de_engines}
-        recorded = None if decisions is None else {decision.request: decision for decision in decisions.requests}
+        names = set()
         for trajectory in workload.trajectories:
             for index, turn in enumerate(trajectory.turns):
                 name = request_id(trajectory, index)
+                names.add(name)
                 try:
                     self._backend.check_context(turn.total_tokens)
                 except ConfigError as error:
                     raise ConfigError(f"request {name}: {error.text}; cut the trace with --max-len") from None
-                if recorded is None:
-                    continue
-                if name not in recorded:
-                    raise ConfigError(f"--decisions: no decision for request {name}; replay the same trace")
-                for used in (recorded[name].pe, recorded[name].de):
-                    if used not in engines:
-                        raise ConfigError(
-                            f"--decisions: request {name} ran on {used}, which is not in this topology"
-                        )
+        for decision in () if decisions is None else decisions.requests:
+            if decision.request not in names:
+                raise ConfigError(
+                    f"--decisions: request {decision.request} is not in this workload; replay the same trace"
+                )
+            for used in (decision.pe, decision.de):
+                if used not in engines:
+                    raise ConfigError(
+                        f"--decisions: request {decision.request} ran on {used}, which is not in this topology"
+                    )
 
     async def _impose(self, decisions: Decisions) -> None:
         await self._fabric.call(self._deployment.scheduler, REPLAY_DECISIONS, Decided(decisions.requests))

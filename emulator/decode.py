@@ -110,7 +110,8 @@ class DecodeNode:
         allocated_s = read_s = self._fabric.now()
         marks = self._fabric.marks(miss_tag(request.id))
         if request.reads_here:
-            await self._reader.read(request.hit_ids, DE_BUFFER, buffer.offset, Transfer.DE_READ)
+            order = message.assignment.sequence
+            await self._reader.read(request.hit_ids, DE_BUFFER, buffer.offset, Transfer.DE_READ, sequence=order)
             read_s = self._fabric.now()
             self._notify(request, "read")
         prefilled = await self._fabric.call(engine_node(decision.pe), PREFILL, request.prefill())

@@ -87,7 +87,8 @@ class PrefillNode:
         size = decision.hit_blocks * self._deployment.layout.full_block_bytes
         async with self._buffer.hold(size, request.assignment.sequence) as lease:
             allocated_s = self._fabric.now()
-            await self._reader.read(split_ids(request.hit_ids), PE_BUFFER, lease.offset, Transfer.PE_READ)
+            ids, sequence = split_ids(request.hit_ids), request.assignment.sequence
+            await self._reader.read(ids, PE_BUFFER, lease.offset, Transfer.PE_READ, sequence=sequence)
             read_s = self._fabric.now()
             self._tasks.start_soon(self._progress, decision.request, "read")
             return await self._compute(_Job(request, hit_tokens, lease.offset), allocated_s, read_s)

@@ -7,6 +7,8 @@ byte of KV.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from . import policy
@@ -42,6 +44,23 @@ class _Open(msgspec.Struct):
     read_tokens: int
 
 
+class _Recorded:
+    """Another run's decisions, by request, with their places in its order.
+
+    The place becomes the sequence in which the request reserves memory and reads: batches were formed of what
+    had been read, so the order of reads is part of what was decided.
+    """
+
+    def __init__(self, decisions: Sequence[Decision]) -> None:
+        self._decisions = {decision.request: (place, decision) for place, decision in enumerate(decisions)}
+
+    def take(self, request: str) -> tuple[int, Decision]:
+        """Place and decision of ``request``. Refused where the other run did not decide it."""
+        if request not in self._decisions:
+            raise Refused(f"request {request} was not decided in the run whose decisions are repeated")
+        return self._decisions[request]
+
+
 class Scheduler:
     """The scheduler's role. Registers its handlers when it is made."""
 
@@ -53,7 +72,7 @@ class Scheduler:
         self._requests = dict.fromkeys(self._tokens, 0)
         self._read_queue = {engine_node(engine): 0 for engine in self._tokens}
         self._open: dict[str, _Open] = {}
-        self._recorded: dict[str, Decision] | None = None
+        self._recorded: _Recorded | None = None
         self._decisions: list[Decision] = []
         fabric.serve(SUBMIT, self.submit)
         fabric.serve(PROGRESS, self.progress)
@@ -68,8 +87,10 @@ class Scheduler:
         """Decide; Refused where the request can never fit."""
         if request.request in self._open:
             raise ProtocolViolation(f"{self._fabric.node}: request {request.request} was submitted twice")
-        hit = self._hit_blocks(request)
-        decision = self._decide(request, hit) if self._recorded is None else self._replayed(request, hit)
+        if self._recorded is None:
+            sequence, decision = len(self._decisions), self._decide(request, self._hit_blocks(request))
+        else:
+            sequence, decision = self._replayed(request, self._recorded)
         replay = self._deployment.config.replay
         reason = policy.refusal(
             self._deployment.limits,
@@ -83,7 +104,7 @@ class Scheduler:
             raise Refused(f"request {request.request} refused under --path {replay.path}: {reason}")
         self._book(request, decision)
         self._decisions.append(decision)
-        return Assignment(decision, len(self._decisions), self._fabric.now())
+        return Assignment(decision, sequence, self._fabric.now())
 
     async def progress(self, request: Progress) -> Ack:
         """A phase is over: its load leaves the books."""
@@ -106,7 +127,7 @@ class Scheduler:
 
     async def replay(self, request: Decided) -> Ack:
         """Decide from now on as another run did."""
-        self._recorded = {decision.request: decision for decision in request.decisions}
+        self._recorded = _Recorded(request.decisions)
         return Ack()
 
     def _hit_blocks(self, request: Submit) -> int:
@@ -129,15 +150,15 @@ class Scheduler:
             path = policy.choose_path(queues, request.request, replay.seed)
         return Decision(request.request, pe, de, path, hit)
 
-    def _replayed(self, request: Submit, hit: int) -> Decision:
-        assert self._recorded is not None
-        decision = self._recorded[request.request]
+    def _replayed(self, request: Submit, recorded: _Recorded) -> tuple[int, Decision]:
+        sequence, decision = recorded.take(request.request)
+        hit = self._hit_blocks(request)
         if decision.hit_blocks != hit:
             raise EmulatorError(
                 f"request {request.request}: {decision.hit_blocks} blocks hit when recorded, {hit} now;"
                 " replay decisions with the same trace, --warm and --max-len"
             )
-        return decision
+        return sequence, decision
 
     def _loads(self, engines: tuple[str, ...]) -> list[EngineLoad]:
         return [EngineLoad(engine, self._requests[engine], self._tokens[engine]) for engine in engines]

@@ -18,10 +18,11 @@ from .fabric.interface import Fabric, Region, Segment, Target, Transfer
 from .kvcache import BlockId, Layout
 from .leases import LeaseQueue
 from .messages import COMMIT, READ, Commit, Read
-from .pool import BufferPool, Lease, Run
+from .pool import BufferPool, Lease, PagePool, Run
 
 __all__ = [
     "LANDING_BLOCKS",
+    "READS_IN_FLIGHT",
     "READ_BLOCKS",
     "StorageReader",
     "StorageWriter",
@@ -37,6 +38,9 @@ __all__ = [
 
 LANDING_BLOCKS = 64
 """Full Blocks of one DE node that a storage node can have received and not yet committed."""
+
+READS_IN_FLIGHT = 4
+"""Requests whose blocks a node asks for at once: enough to keep its SNIC busy between two requests."""
 
 READ_BLOCKS = 512
 """Full Blocks that one read call asks for at the most; a longer context takes several."""
@@ -126,14 +130,26 @@ def landing_region(de_node: str) -> str:
 
 
 class StorageReader:
-    """A node's reads: Full Blocks from all storage nodes into a DRAM buffer, in few large messages (1-2)."""
+    """A node's read queue: Full Blocks from all storage nodes into a DRAM buffer, in few large messages (1-2).
+
+    Requests are read in the scheduler's sequence, ``READS_IN_FLIGHT`` of them at a time; within one request all
+    storage nodes send at once.
+    """
 
     def __init__(self, deployment: Deployment, fabric: Fabric) -> None:
         self._deployment = deployment
         self._fabric = fabric
+        slots = PagePool(f"{fabric.node}.reads", READS_IN_FLIGHT)
+        self._slots = LeaseQueue(slots.try_reserve, slots.release)
 
-    async def read(self, ids: Sequence[BlockId], region: str, base: int, transfer: Transfer) -> None:
+    async def read(
+        self, ids: Sequence[BlockId], region: str, base: int, transfer: Transfer, *, sequence: int
+    ) -> None:
         """Put blocks ``ids`` (a chain from its beginning) end to end into ``region`` from byte ``base``."""
+        async with self._slots.hold(1, sequence):
+            await self._read(ids, region, base, transfer)
+
+    async def _read(self, ids: Sequence[BlockId], region: str, base: int, transfer: Transfer) -> None:
         size = self._deployment.layout.full_block_bytes
         message = self._deployment.config.engine.read_message_blocks
         destination = self._deployment.snic(self._fabric.node)

@@ -102,10 +102,20 @@ def test_recorded_decisions_are_repeated() -> None:
 
 
 def test_decisions_of_another_workload_are_refused() -> None:
-    """A request without a recorded decision ends the run before it starts, with the option's name."""
+    """A decision for a request that is not there ends the run before it starts, with the option's name."""
     first = simulate(config(agents=1), Workload((conversation("other", (10, 1)),)))
-    with pytest.raises(ConfigError, match="--decisions: no decision for request long:0"):
+    with pytest.raises(ConfigError, match="--decisions: request other:0 is not in this workload"):
         simulate(config(agents=3), _mixed(), _decisions(first))
+
+
+def test_a_run_with_refusals_is_repeated_with_them() -> None:
+    """What was refused had no decision, and is refused again; the rest is repeated in its order."""
+    load = Workload((conversation("big", (2000, 1), (10, 1)), conversation("small", (100, 5), (10, 5))))
+    run = config(agents=2, engine={"de_buffer_gb": 0.05})
+    first = simulate(run, load)
+    again = simulate(config(agents=2, engine={"de_buffer_gb": 0.05}, seed=3), load, _decisions(first))
+    assert [r.status for r in again.requests] == [r.status for r in first.requests]
+    assert _decisions(again) == msgspec.structs.replace(_decisions(again), requests=_decisions(first).requests)
 
 
 def test_decisions_of_a_larger_topology_are_refused() -> None:

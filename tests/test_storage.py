@@ -47,7 +47,7 @@ def test_what_is_written_is_read() -> None:
             writer = StorageWriter(DEPLOYMENT, de)
             await writer.write(_ids(count), 0, source, 0)
             target = pe.register("pe_buffer", (count + 2) * SIZE)
-            await StorageReader(DEPLOYMENT, pe).read(_ids(count), "pe_buffer", SIZE, Transfer.PE_READ)
+            await StorageReader(DEPLOYMENT, pe).read(_ids(count), "pe_buffer", SIZE, Transfer.PE_READ, sequence=0)
             assert np.array_equal(target.memory[SIZE : (count + 1) * SIZE], source.memory)
             assert not target.memory[:SIZE].any()
             assert all(pool.free == pool.total for pool in writer.pools)
@@ -69,7 +69,7 @@ def test_a_block_that_was_never_committed_is_an_error_at_the_reader() -> None:
             pe.register("pe_buffer", 4 * SIZE)
             reader = StorageReader(DEPLOYMENT, pe)
             with pytest.raises(BaseExceptionGroup) as caught:
-                await reader.read(_ids(2), "pe_buffer", 0, Transfer.PE_READ)
+                await reader.read(_ids(2), "pe_buffer", 0, Transfer.PE_READ, sequence=0)
             assert caught.group_contains(StoreError)
             assert pe.received() == ()
 
