@@ -15,7 +15,18 @@ import msgspec
 
 from .errors import ConfigError
 
-__all__ = ["EngineConfig", "ModelConfig", "ReplayConfig", "RunConfig", "ScaleConfig", "load_config"]
+__all__ = [
+    "READ_BLOCKS",
+    "EngineConfig",
+    "ModelConfig",
+    "ReplayConfig",
+    "RunConfig",
+    "ScaleConfig",
+    "load_config",
+]
+
+READ_BLOCKS = 512
+"""Full Blocks that one read call asks for at the most; a longer context takes several."""
 
 PathChoice = Literal["pe", "de", "auto"]
 BackendName = Literal["digest", "toy"]
@@ -50,6 +61,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("batch_tokens", "block_tokens", "read_message_blocks", "stripe_blocks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
+        if self.read_message_blocks > READ_BLOCKS:
+            raise ValueError(f"read_message_blocks = {self.read_message_blocks}: expected 1 to {READ_BLOCKS}")
 
 
 class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -73,10 +73,10 @@ class DecodeNode:
         size = deployment.layout.full_block_bytes
         self._region = fabric.register(DE_BUFFER, deployment.limits.de_buffer_blocks * size)
         self._pool = BufferPool(f"{fabric.node}.{DE_BUFFER}", self._region.size_bytes)
-        self._buffer = LeaseQueue(self._pool.try_reserve, self._pool.release)
+        self._buffer = LeaseQueue(self._pool)
         self._staging = fabric.register("staging", STAGING_BLOCKS * size)
         self._staging_pool = BufferPool(f"{fabric.node}.staging", self._staging.size_bytes)
-        self._staging_space = LeaseQueue(self._staging_pool.try_reserve, self._staging_pool.release)
+        self._staging_space = LeaseQueue(self._staging_pool)
         self._reader = StorageReader(deployment, fabric)
         self._writer = StorageWriter(deployment, fabric)
         self._requests: dict[str, _Request] = {}
@@ -356,7 +356,7 @@ class _Engine:
         pages = deployment.limits.de_hbm_pages
         self.hbm: Region = fabric.register(hbm_region(engine_gpu(name)), pages * layout.full_block_bytes)
         self.pool = PagePool(f"{name}.hbm", pages)
-        self.space = LeaseQueue(self.pool.try_reserve, self.pool.release)
+        self.space = LeaseQueue(self.pool)
         self._pages = self.hbm.memory.reshape(pages, layout.layers, layout.block_tokens, layout.kv_bytes)
         self._batch: list[_Sequence] = []
         self._joining: list[_Sequence] = []

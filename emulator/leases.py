@@ -10,32 +10,35 @@ holder can finish with what it holds and what comes later in that list.
 from __future__ import annotations
 
 import heapq
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Generic, TypeVar
 
 import trio
 
+from .errors import EmulatorError
+from .pool import Lease, Pool
+
 __all__ = ["LeaseQueue"]
 
-L = TypeVar("L")
 
+class LeaseQueue:
+    """Reservations of ``pool`` in ascending ``order``; within one order, first come first served."""
 
-class LeaseQueue(Generic[L]):
-    """Reservations of a pool in ascending ``order``; within one order, first come first served.
-
-    ``try_reserve`` returns a lease or None, ``release`` gives one back.
-    """
-
-    def __init__(self, try_reserve: Callable[[int], L | None], release: Callable[[L], None]) -> None:
-        self._try_reserve = try_reserve
-        self._release = release
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self._waiting: list[tuple[int, int, int, trio.Event]] = []
-        self._granted: dict[int, L] = {}
+        self._granted: dict[int, Lease] = {}
         self._ticket = 0
 
-    async def reserve(self, amount: int, order: int = 0) -> L:
-        """A lease of ``amount``, as soon as everybody earlier in the order has theirs. Always checkpoints."""
+    async def reserve(self, amount: int, order: int = 0) -> Lease:
+        """A lease of ``amount``, as soon as everybody earlier in the order has theirs. Always checkpoints.
+
+        EmulatorError for what the whole pool could not give: waiting for it would hold up everybody, for ever.
+        """
+        if not self._pool.can_ever_fit(amount):
+            raise EmulatorError(
+                f"{self._pool.name}: {amount} wanted at once, the whole pool has {self._pool.total}"
+            )
         self._ticket += 1
         ticket = self._ticket
         event = trio.Event()
@@ -53,13 +56,13 @@ class LeaseQueue(Generic[L]):
             raise
         return self._granted.pop(ticket)
 
-    def release(self, lease: L) -> None:
+    def release(self, lease: Lease) -> None:
         """Give a lease back and let the next in order have what they wait for."""
-        self._release(lease)
+        self._pool.release(lease)
         self._grant()
 
     @asynccontextmanager
-    async def hold(self, amount: int, order: int = 0) -> AsyncIterator[L]:
+    async def hold(self, amount: int, order: int = 0) -> AsyncIterator[Lease]:
         """A lease for the length of a block."""
         lease = await self.reserve(amount, order)
         try:
@@ -75,7 +78,7 @@ class LeaseQueue(Generic[L]):
     def _grant(self) -> None:
         while self._waiting:
             _, ticket, amount, event = self._waiting[0]
-            lease = self._try_reserve(amount)
+            lease = self._pool.try_reserve(amount)
             if lease is None:
                 return
             heapq.heappop(self._waiting)

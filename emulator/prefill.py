@@ -59,7 +59,7 @@ class PrefillNode:
         blocks = deployment.limits.pe_buffer_blocks
         self._region = fabric.register(PE_BUFFER, blocks * deployment.layout.full_block_bytes)
         self._pool = BufferPool(f"{fabric.node}.{PE_BUFFER}", self._region.size_bytes)
-        self._buffer = LeaseQueue(self._pool.try_reserve, self._pool.release)
+        self._buffer = LeaseQueue(self._pool)
         self._reader = StorageReader(deployment, fabric)
         names = [f"{fabric.node}/{gpu}" for gpu in range(engines)]
         self._engines = {name: _Engine(deployment, fabric, backend, name, self._region) for name in names}
@@ -164,7 +164,7 @@ class _Engine:
         size = deployment.limits.pe_hbm_tokens * LAYER_SLOTS * layout.kv_bytes
         self._hbm = fabric.register(hbm_region(engine_gpu(name)), size)
         self.pool = BufferPool(f"{name}.hbm", size)
-        self._space = LeaseQueue(self.pool.try_reserve, self.pool.release)
+        self._space = LeaseQueue(self.pool)
         self._ready: dict[str, _Job] = {}
         self._arrived = trio.Event()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .config import READ_BLOCKS
 from .deployment import Deployment, split_ids
 from .errors import ProtocolViolation
 from .extent import Extent
@@ -19,7 +20,7 @@ from .messages import COMMIT, PUT, READ, Ack, Commit, Put, Read
 from .pool import BufferPool
 from .records import PoolRecord
 from .store import BlockStore
-from .traffic import LANDING_BLOCKS, READ_BLOCKS, landing_region
+from .traffic import LANDING_BLOCKS, landing_region
 
 __all__ = ["StorageNode"]
 
@@ -37,7 +38,7 @@ class StorageNode:
         size = deployment.layout.full_block_bytes
         self._outbox = fabric.register("outbox", READS_AT_ONCE * READ_BLOCKS * size)
         self._pool = BufferPool(f"{fabric.node}.outbox", self._outbox.size_bytes)
-        self._space = LeaseQueue(self._pool.try_reserve, self._pool.release)
+        self._space = LeaseQueue(self._pool)
         self._landing: dict[str, Region] = {}
         for node in deployment.named("de"):
             name = landing_region(node)

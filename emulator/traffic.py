@@ -12,18 +12,19 @@ from collections.abc import Sequence
 
 import trio
 
+from .config import READ_BLOCKS
 from .deployment import Deployment, join_ids
+from .errors import EmulatorError
 from .extent import Extent
 from .fabric.interface import Fabric, Region, Segment, Target, Transfer
 from .kvcache import BlockId, Layout
 from .leases import LeaseQueue
 from .messages import COMMIT, READ, Commit, Read
-from .pool import BufferPool, Lease, PagePool, Run
+from .pool import BufferPool, PagePool, Run
 
 __all__ = [
     "LANDING_BLOCKS",
     "READS_IN_FLIGHT",
-    "READ_BLOCKS",
     "StorageReader",
     "StorageWriter",
     "hbm_region",
@@ -41,9 +42,6 @@ LANDING_BLOCKS = 64
 
 READS_IN_FLIGHT = 4
 """Requests whose blocks a node asks for at once: enough to keep its SNIC busy between two requests."""
-
-READ_BLOCKS = 512
-"""Full Blocks that one read call asks for at the most; a longer context takes several."""
 
 
 def load_segments(layout: Layout, buffer_base: int, hit_tokens: int, slots: Sequence[int]) -> list[Segment]:
@@ -140,12 +138,16 @@ class StorageReader:
         self._deployment = deployment
         self._fabric = fabric
         slots = PagePool(f"{fabric.node}.reads", READS_IN_FLIGHT)
-        self._slots = LeaseQueue(slots.try_reserve, slots.release)
+        self._slots = LeaseQueue(slots)
 
     async def read(
         self, ids: Sequence[BlockId], region: str, base: int, transfer: Transfer, *, sequence: int
     ) -> None:
-        """Put blocks ``ids`` (a chain from its beginning) end to end into ``region`` from byte ``base``."""
+        """Put blocks ``ids`` (a chain from its beginning) end to end into ``region`` from byte ``base``.
+
+        Raises what the first failing storage node answered, once none of them writes into ``region`` any more:
+        the caller may then give the memory to somebody else.
+        """
         async with self._slots.hold(1, sequence):
             await self._read(ids, region, base, transfer)
 
@@ -156,6 +158,7 @@ class StorageReader:
         runs: dict[str, list[Run]] = defaultdict(list)
         for node, first, count in self._deployment.stripes(0, len(ids)):
             runs[node] += [(at, min(message, first + count - at)) for at in range(first, first + count, message)]
+        failures: list[EmulatorError] = []
         async with trio.open_nursery() as nursery:
             for node in sorted(runs):
                 reads = [
@@ -168,15 +171,20 @@ class StorageReader:
                     )
                     for part in _at_most(runs[node], READ_BLOCKS)
                 ]
-                nursery.start_soon(self._read_from, node, reads)
+                nursery.start_soon(self._read_from, node, reads, failures)
+        if failures:
+            raise failures[0]
 
-    async def _read_from(self, node: str, reads: Sequence[Read]) -> None:
-        for read in reads:
-            await self._fabric.call(node, READ, read)
+    async def _read_from(self, node: str, reads: Sequence[Read], failures: list[EmulatorError]) -> None:
+        try:
+            for read in reads:
+                await self._fabric.call(node, READ, read)
+        except EmulatorError as error:
+            failures.append(error)
 
 
 def _at_most(runs: Sequence[Run], blocks: int) -> list[list[Run]]:
-    """Cut ``runs`` into parts of at most ``blocks`` blocks (or one run, where that alone is longer)."""
+    """Cut ``runs``, none of them longer, into parts of at most ``blocks`` blocks."""
     parts: list[list[Run]] = []
     room = 0
     for run in runs:
@@ -199,9 +207,7 @@ class StorageWriter:
             node: BufferPool(f"{fabric.node}.{node}.landing", LANDING_BLOCKS * size) for node in deployment.storage
         }
         self.pools = tuple(pools.values())
-        self._landing: dict[str, LeaseQueue[Lease]] = {
-            node: LeaseQueue(pool.try_reserve, pool.release) for node, pool in pools.items()
-        }
+        self._landing: dict[str, LeaseQueue] = {node: LeaseQueue(pool) for node, pool in pools.items()}
 
     async def write(self, ids: Sequence[BlockId], first_index: int, region: Region, base: int) -> None:
         """Keep blocks ``ids``, which lie end to end in ``region`` from byte ``base``.

@@ -36,6 +36,7 @@ def test_given_keys_replace_defaults(tmp_path: Path) -> None:
         ("[engine]\npe_buffer_gb = nan\n", "pe_buffer_gb = nan"),
         ("[engine]\npe_buffer_gb = '80'\n", "pe_buffer_gb"),
         ("[engine]\nblock_tokens = 0\n", "block_tokens = 0"),
+        ("[engine]\nread_message_blocks = 513\n", "read_message_blocks = 513: expected 1 to 512"),
         ("[engine]\nrpc_latency_s = 2.0\n", "rpc_latency_s = 2.0"),
         ("[model]\nbackend = 'gpu'\n", "backend"),
         ("[scale]\nkv_bytes = true\n", "kv_bytes"),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 import trio
 import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from emulator.errors import EmulatorError
 from emulator.fabric.clock import run_virtual
 from emulator.leases import LeaseQueue
 from emulator.pool import BufferPool, Lease
 
 
-def _queue(total: int) -> tuple[BufferPool, LeaseQueue[Lease]]:
+def _queue(total: int) -> tuple[BufferPool, LeaseQueue]:
     pool = BufferPool("test", total)
-    return pool, LeaseQueue(pool.try_reserve, pool.release)
+    return pool, LeaseQueue(pool)
 
 
 async def test_small_requests_do_not_overtake_a_large_one() -> None:
@@ -77,4 +79,43 @@ def test_everyone_is_served_and_all_comes_back(asks: list[tuple[int, int, int]])
 
     run_virtual(main)
     assert len(served) == len(asks)
+    assert (pool.free, pool.leases, queue.waiting) == (8, 0, 0)
+
+
+async def test_what_the_pool_cannot_give_at_all_is_an_error_at_once() -> None:
+    """Nobody waits for more than the whole pool, and those behind are not held up by it."""
+    pool, queue = _queue(4)
+    with pytest.raises(EmulatorError, match="test: 5 wanted at once, the whole pool has 4"):
+        await queue.reserve(5, order=1)
+    async with queue.hold(4, order=2):
+        assert pool.free == 0
+    assert (pool.free, queue.waiting) == (4, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 8), st.integers(0, 5), st.integers(0, 3), st.integers(0, 6)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_cancellation_at_any_moment_leaks_nothing(asks: list[tuple[int, int, int, int]]) -> None:
+    """Whether one waits, is just granted or holds when it is cancelled: the pool ends whole, others are served."""
+    pool, queue = _queue(8)
+    ended = []
+
+    async def main() -> None:
+        async def ask(amount: int, order: int, hold: int, patience: int) -> None:
+            with trio.move_on_after(patience):
+                async with queue.hold(amount, order):
+                    await trio.sleep(hold)
+            ended.append(amount)
+
+        async with trio.open_nursery() as nursery:
+            for each in asks:
+                nursery.start_soon(ask, *each)
+
+    run_virtual(main)
+    assert len(ended) == len(asks)
     assert (pool.free, pool.leases, queue.waiting) == (8, 0, 0)
