@@ -98,7 +98,8 @@ def trajectory_of(
     """A session's chains as a trajectory, a stream each.
 
     ``scope``: of the ids. ``own``: seeds, with the name, the tokens that no id names. ``shared``: which ids
-    count beyond a chain's first prompt; None: all. Raises ConfigError, naming the row, for impossible lengths.
+    count beyond a chain's first prompt; None: all. Raises ConfigError, naming the row, for impossible lengths
+    and waits.
     """
     turns: list[Turn] = []
     for index, chain in enumerate(chains):
@@ -108,7 +109,10 @@ def trajectory_of(
             except ValueError as error:
                 raise ConfigError(f"{row.where}: {error}") from None
     streams = tuple(_stream(chain, scope, (own, name, index), shared) for index, chain in enumerate(chains))
-    return Trajectory(name, tuple(turns), streams)
+    try:
+        return Trajectory(name, tuple(turns), streams)
+    except ValueError as error:
+        raise ConfigError(f"{chains[0].rows[0].where}: {error}") from None
 
 
 def _continues(before: Row, row: Row, block: int) -> bool:

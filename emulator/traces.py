@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import io
 import json
 import math
 import re
@@ -30,6 +31,11 @@ __all__ = ["TRACE_FORMATS", "TraceResult", "native_bytes", "read_trace", "write_
 
 MOONCAKE_BLOCK = 512
 """Tokens per hash id in the published Mooncake traces."""
+
+_MAX_BYTES = 2**30
+"""Of a trace file's text: a workload is in memory as a whole, so a longer one is a mistake or a gzip bomb."""
+
+_TOO_LONG = f"more than {_MAX_BYTES >> 20} MiB of text: expected a smaller trace; cut it into several"
 
 _VERSION = 1
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -61,6 +67,8 @@ def read_trace(path: Path, trace_format: str, *, block_tokens: int | None = None
         result = _READERS[trace_format](path, block_tokens or MOONCAKE_BLOCK)
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply to be a trace") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: not readable: {error.strerror or error}") from None
     if not result.workload.trajectories:
         raise ConfigError(f"{path}: no requests in it")
     return result
@@ -103,21 +111,34 @@ def _read_bytes(path: Path) -> bytes:
     try:
         if path.exists() and not path.is_file():
             raise ConfigError(f"{path}: expected a regular file")
+        if path.exists() and path.stat().st_size > _MAX_BYTES:
+            raise ConfigError(f"{path}: {_TOO_LONG}")
         data = path.read_bytes()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not readable: {getattr(error, 'strerror', None) or error}") from None
     if data.startswith(b"\x1f\x8b"):
         try:
-            data = gzip.decompress(data)
+            data = _unpacked(path, data)
         except (OSError, EOFError, zlib.error) as error:
             raise ConfigError(f"{path}: broken gzip data: {error}") from None
     return data.removeprefix(b"\xef\xbb\xbf")
 
 
+def _unpacked(path: Path, data: bytes) -> bytes:
+    """Piece by piece, so that a gzip bomb is refused at the limit and not in memory."""
+    pieces = bytearray()
+    with gzip.open(io.BytesIO(data)) as packed:
+        while piece := packed.read(2**20):
+            pieces += piece
+            if len(pieces) > _MAX_BYTES:
+                raise ConfigError(f"{path}: {_TOO_LONG}")
+    return bytes(pieces)
+
+
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
     """(where, line) of every line that is not blank, without its line end; lines count from 1."""
-    for number, line in enumerate(_read_bytes(path).split(b"\n"), 1):
-        if text := line.rstrip(b"\r"):
+    for number, line in enumerate(io.BytesIO(_read_bytes(path)), 1):
+        if text := line.removesuffix(b"\n").rstrip(b"\r"):
             yield f"{path}:{number}", text
 
 
@@ -437,7 +458,9 @@ def _native_turn(turn: Turn) -> dict[str, Any]:
 def _read_native(path: Path, _: int) -> TraceResult:
     """What ``native_bytes`` writes."""
     lines = _lines(path)
-    where, text = next(lines, (f"{path}:1", b"null"))
+    where, text = next(lines, (f"{path}:1", b""))
+    if not text:
+        raise ConfigError(f'{path}: empty: expected {{"emulate_trace": {_VERSION}}} in its first line')
     head = _parse(where, text, _NativeHead)
     if head.emulate_trace != _VERSION:
         raise ConfigError(f"{where}: emulate_trace {head.emulate_trace}: expected version {_VERSION}")

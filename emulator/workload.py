@@ -28,6 +28,7 @@ from .errors import ConfigError
 
 __all__ = [
     "MAX_CONTEXT",
+    "MAX_WAIT_S",
     "VOCABULARY",
     "CacheHits",
     "Stream",
@@ -52,6 +53,11 @@ VOCABULARY = 129_280
 MAX_CONTEXT = 2**24
 """No context may pass this: longer ones are a mistake in a trace, and would fill memory."""
 
+MAX_WAIT_S = 1e6
+"""No trajectory waits longer than this, by its arrivals and think times: a longer wait is a mistake in a trace."""
+
+_MAX_STREAM = 2**40
+
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
@@ -70,6 +76,8 @@ class Stream(msgspec.Struct, frozen=True):
             raise ValueError("a stream's spans hold at least one token each")
         if any(not 0 <= seed < 2**64 for seed in self.seeds):
             raise ValueError("a stream's seeds are 0 to 2**64 - 1")
+        if sum(self.lengths) > _MAX_STREAM:
+            raise ValueError(f"a stream of {sum(self.lengths)} tokens: expected at most {_MAX_STREAM}")
 
     def __len__(self) -> int:
         return sum(self.lengths)
@@ -117,10 +125,9 @@ class Turn(msgspec.Struct, frozen=True):
             raise ValueError(f"output_tokens = {self.output_tokens}: expected 0 or more")
         if self.total_tokens > MAX_CONTEXT:
             raise ValueError(f"a context of {self.total_tokens} tokens: expected at most {MAX_CONTEXT}")
-        if not (math.isfinite(self.think_s) and self.think_s >= 0):
-            raise ValueError(f"think_s = {self.think_s}: expected a finite number of seconds, 0 or more")
-        if self.arrival_s is not None and not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
-            raise ValueError(f"arrival_s = {self.arrival_s}: expected a finite number of seconds, 0 or more")
+        for name, seconds in (("think_s", self.think_s), ("arrival_s", self.arrival_s)):
+            if seconds is not None and not 0 <= seconds <= MAX_WAIT_S:
+                raise ValueError(f"{name} = {seconds}: expected 0 to {MAX_WAIT_S:.0f} seconds")
 
     @property
     def total_tokens(self) -> int:
@@ -149,6 +156,11 @@ class Trajectory(msgspec.Struct, frozen=True):
                     f"trajectory {self.id}: turn {index} needs {turn.total_tokens} tokens,"
                     f" its stream has {lengths[turn.stream]}"
                 )
+        wait_s = math.fsum(turn.think_s for turn in self.turns) + max(turn.arrival_s or 0.0 for turn in self.turns)
+        if wait_s > MAX_WAIT_S:
+            raise ValueError(
+                f"trajectory {self.id}: {wait_s} s of arrivals and think times: expected at most {MAX_WAIT_S:.0f}"
+            )
 
     def prompt(self, turn: int) -> NDArray[np.uint32]:
         """The whole prompt of a turn, ``uint32 (prompt_tokens,)``."""
@@ -222,15 +234,26 @@ def closed_loop(workload: Workload, agents: int, seed: int = 0, max_len: int | N
     first round of its own (as in the paper's section on workloads), so that it shares no block with the
     original. The round's lengths are those of a later round of the same trajectory, drawn with ``seed`` (of a
     single block and one token where there is none); ``max_len`` cuts the lengthened repeats again.
-    Raises ConfigError for fewer than one agent and for an empty workload.
+    Raises ConfigError for fewer than one agent, for an empty workload and for a repeat beyond MAX_CONTEXT.
     """
     if agents < 1:
         raise ConfigError(f"agents {agents}: expected 1 or more")
     originals = _some(workload)
     chosen = list(originals[:agents])
+    taken = {trajectory.id for trajectory in originals}
     rng = np.random.default_rng([seed, 0xC10])
     for index in range(len(originals), agents):
-        repeat = _repeated(originals[index % len(originals)], index // len(originals), seed, rng)
+        original, copy = originals[index % len(originals)], index // len(originals)
+        name = f"{original.id}~{copy}"
+        while name in taken:
+            name += "~"
+        taken.add(name)
+        try:
+            repeat = _repeated(original, name, seed_of("repeat", original.id, copy, seed), rng)
+        except ValueError as error:
+            raise ConfigError(
+                f"agents {agents}: trajectory {name}, a repeat behind a first round: {error}"
+            ) from None
         cut_repeat = repeat if max_len is None else _cut(repeat, max_len)
         if cut_repeat is None:
             needs = repeat.turns[0].total_tokens
@@ -242,13 +265,20 @@ def closed_loop(workload: Workload, agents: int, seed: int = 0, max_len: int | N
 def open_loop(workload: Workload, aps: float, seed: int = 0) -> Workload:
     """All trajectories, started as a Poisson process of ``aps`` agents per second from 0 on.
 
-    Raises ConfigError for a rate that is not positive and finite and for an empty workload.
+    Raises ConfigError for a rate that is not positive and finite, for one so low that an agent would start
+    after MAX_WAIT_S, and for an empty workload.
     """
     if not (math.isfinite(aps) and aps > 0):
         raise ConfigError(f"aps {aps}: expected a positive, finite number of agents per second")
     trajectories = _some(workload)
-    gaps = np.random.default_rng([seed, 0x09E]).exponential(1.0 / aps, len(trajectories))
-    return _starting(workload, trajectories, np.cumsum(gaps).tolist())
+    # In units of the mean gap: its reciprocal may overflow.
+    starts = np.cumsum(np.random.default_rng([seed, 0x09E]).exponential(1.0, len(trajectories))).tolist()
+    if starts[-1] > aps * MAX_WAIT_S:
+        raise ConfigError(
+            f"aps {aps}: the last of {len(starts)} agents would start after more than {MAX_WAIT_S:.0f} s:"
+            " expected a higher rate"
+        )
+    return _starting(workload, trajectories, [start / aps for start in starts])
 
 
 def encode(workload: Workload) -> bytes:
@@ -379,11 +409,14 @@ def _starting(workload: Workload, trajectories: Sequence[Trajectory], starts: Se
             msgspec.structs.replace(turn, arrival_s=None if index else start_s)
             for index, turn in enumerate(trajectory.turns)
         )
-        timed.append(msgspec.structs.replace(trajectory, turns=turns))
+        try:
+            timed.append(msgspec.structs.replace(trajectory, turns=turns))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     return msgspec.structs.replace(workload, trajectories=tuple(timed))
 
 
-def _repeated(original: Trajectory, copy: int, seed: int, rng: np.random.Generator) -> Trajectory:
+def _repeated(original: Trajectory, name: str, prefix_seed: int, rng: np.random.Generator) -> Trajectory:
     """The trajectory behind a random first round; every later prompt grows by that round's tokens."""
     first = Turn(64, 1, stream=original.turns[0].stream)
     if len(original.turns) > 1:
@@ -392,9 +425,8 @@ def _repeated(original: Trajectory, copy: int, seed: int, rng: np.random.Generat
         first = msgspec.structs.replace(
             first, prompt_tokens=length, output_tokens=original.turns[like].output_tokens
         )
-    prefix_seed = seed_of("repeat", original.id, copy, seed)
     return Trajectory(
-        id=f"{original.id}~{copy}",
+        id=name,
         turns=(
             first,
             *(

@@ -466,15 +466,73 @@ def test_a_bad_native_line_is_named(tmp_path: Path, text: str, said: str) -> Non
         lambda path: path.write_bytes(gzip.compress(b"{}" * 100)[:-12]),
         lambda path: path.write_bytes(b"\x1f\x8b\x08nonsense"),
         lambda path: path.write_bytes(b"[" * 100_000),
+        lambda path: path.symlink_to(path),
         lambda path: None,
     ],
-    ids=["dir", "fifo", "empty", "elf", "utf16", "latin1", "nuls", "cut-gzip", "bad-gzip", "nested", "missing"],
+    ids=[
+        "dir",
+        "fifo",
+        "empty",
+        "elf",
+        "utf16",
+        "latin1",
+        "nuls",
+        "cut-gzip",
+        "bad-gzip",
+        "nested",
+        "loop",
+        "missing",
+    ],
 )
 def test_what_is_no_trace_is_one_line(tmp_path: Path, trace_format: str, make: Callable[[Path], None]) -> None:
     """Any other file, and none, names the path and never raises anything but ConfigError."""
     path = tmp_path / "strange"
     make(path)
     assert "strange" in _refused(path, trace_format)
+
+
+def test_a_gzip_bomb_is_refused_at_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text beyond the limit, packed or plain, is one line; up to it, all of it is read."""
+    monkeypatch.setattr("emulator.traces._MAX_BYTES", 5_000_000)
+    for name, pack in (("bomb.gz", gzip.compress), ("plain", bytes)):
+        (tmp_path / name).write_bytes(pack(b"\n" * 5_000_001))
+        assert f"{name}: more than" in _refused(tmp_path / name, "mooncake")
+        (tmp_path / name).write_bytes(pack(b"\n" * 5_000_000))
+        assert f"{name}: no requests in it" in _refused(tmp_path / name, "mooncake")
+
+
+_ROW: dict[str, Any] = {"timestamp": 0, "input_length": 9, "output_length": 1}
+_CALL: dict[str, Any] = {"t": 0, "in": 9, "out": 1, "hash_ids": []}
+_TURN: dict[str, Any] = {"prompt_tokens": 9, "output_tokens": 1}
+
+
+def _native(**turn: float) -> str:
+    return '{"emulate_trace":1}\n' + json.dumps({"id": "a", "turns": [_TURN | turn]})
+
+
+def _session(*calls: dict[str, Any]) -> str:
+    return json.dumps({"id": "s", "block_size": 64, "hash_id_scope": "local", "requests": calls})
+
+
+@pytest.mark.parametrize(
+    ("trace_format", "text"),
+    [
+        ("native", _native(arrival_s=1e13)),
+        ("native", _native(think_s=1e300)),
+        ("mooncake", json.dumps(_ROW) + "\n" + json.dumps(_ROW | {"timestamp": 1e17})),
+        ("mooncake", json.dumps(_ROW | {"delay": 1e300})),
+        ("mooncake-delta", json.dumps(_ROW | {"delay": 1e10})),
+        ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\n0001-01-01 00:00:00,9,1\n9999-12-31 23:59:59,9,1"),
+        ("weka", _session(_CALL | {"t": 1e300})),
+        ("weka", _session(*[_CALL | {"think_time": 4e5}] * 3)),
+    ],
+)
+def test_no_trace_waits_longer_than_a_replay_can(tmp_path: Path, trace_format: str, text: str) -> None:
+    """A time that no recording has, alone or summed up over a session, is refused where it is read."""
+    path = tmp_path / "waits"
+    path.write_text(text)
+    said = _refused(path, trace_format)
+    assert "waits:" in said and "expected" in said and "1000000" in said
 
 
 def test_formats_are_named_never_guessed(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from emulator.errors import ConfigError
 from emulator.workload import (
     MAX_CONTEXT,
+    MAX_WAIT_S,
     VOCABULARY,
     Stream,
     Trajectory,
@@ -152,6 +153,15 @@ def test_a_closed_loop_starts_as_many_agents_as_asked_at_once(workload: Workload
         assert np.array_equal(trajectory.context(last)[first.total_tokens :], like.context(last - 1))
 
 
+@given(
+    st.lists(st.sampled_from(["a", "a~1", "a~1~", "a~2", "~1", ""]), unique=True, min_size=1), st.integers(1, 30)
+)
+def test_repeats_have_names_that_no_trajectory_has(names: list[str], agents: int) -> None:
+    """Whatever the trajectories of a trace are called, a closed loop of any size has distinct ids."""
+    looped = closed_loop(Workload(tuple(agent(name, (3, 1)) for name in names)), agents)
+    assert len({trajectory.id for trajectory in looped.trajectories}) == agents
+
+
 def test_repeats_are_cut_at_max_len_again() -> None:
     """The round before a repeat must not push its contexts past MaxLen."""
     loop = closed_loop(Workload((agent("a", (100, 10), (50, 10), (30, 10)),)), 4, max_len=210)
@@ -177,6 +187,9 @@ def test_an_open_loop_is_a_poisson_process() -> None:
         (lambda w: open_loop(w, 0.0), "aps 0.0"),
         (lambda w: open_loop(w, float("nan")), "aps nan"),
         (lambda w: open_loop(w, float("inf")), "aps inf"),
+        (lambda w: open_loop(w, 1e-9), "aps 1e-09: the last of 1 agents"),
+        (lambda w: open_loop(w, 5e-324), "aps 5e-324: the last of 1 agents"),
+        (lambda w: closed_loop(Workload((agent("b", (MAX_CONTEXT - 1, 1)),)), 2), "agents 2: trajectory b~1"),
         (lambda w: cut(w, 0), "max_len 0"),
         (lambda w: closed_loop(msgspec.structs.replace(w, trajectories=()), 1), "no trajectories"),
         (lambda w: workload_stats(Workload(())), "no trajectories"),
@@ -198,9 +211,14 @@ def test_impossible_arrivals_are_refused(act: Any, said: str) -> None:
         lambda: Turn(1, 1, think_s=-1.0),
         lambda: Turn(1, 1, think_s=float("nan")),
         lambda: Turn(1, 1, arrival_s=float("inf")),
+        lambda: Turn(1, 1, think_s=1.1 * MAX_WAIT_S),
+        lambda: Turn(1, 1, arrival_s=1e300),
+        lambda: agent("a", (1, 1), (1, 1), (1, 1), think_s=0.4 * MAX_WAIT_S),
         lambda: Stream((0,), (1,)),
         lambda: Stream((1,), ()),
         lambda: Stream((1,), (2**64,)),
+        lambda: Stream((10**30,), (1,)),
+        lambda: Stream((2**62, 2**62, 2**62), (1, 2, 3)),
         lambda: Trajectory("a", (), (Stream((1,), (1,)),)),
         lambda: Trajectory("a", (Turn(2, 0),), (Stream((1,), (1,)),)),
         lambda: Trajectory("a", (Turn(1, 0, stream=1),), (Stream((1,), (1,)),)),

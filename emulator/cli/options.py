@@ -164,6 +164,10 @@ def load_trace(
 
     notes: dict[str, int] = {}
     if trace in SAMPLES and trace_format is None:
+        if block_tokens is not None:
+            raise ConfigError(
+                f"block_tokens {block_tokens}: only for the mooncake formats; {trace} is a bundled sample"
+            )
         workload = load_sample(trace)
     elif trace in SAMPLES and not Path(trace).exists():
         raise ConfigError(f"--trace-format is for files; {trace} is a bundled sample and needs none")

@@ -50,7 +50,9 @@ def synth(
     if kind == "agentic":
         if turns is not None:
             raise ConfigError("--turns: only io-bound has a fixed number; agentic ends at --max-len")
-        workload = synth_agentic(seed, trajectories, max_len or 65_536, 1.0 if scale is None else scale)
+        workload = synth_agentic(
+            seed, trajectories, 65_536 if max_len is None else max_len, 1.0 if scale is None else scale
+        )
     else:
         if max_len is not None or scale is not None:
             raise ConfigError("--max-len and --scale: only for agentic; io-bound has --turns")
