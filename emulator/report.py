@@ -8,6 +8,7 @@ directory holds everything that ``emulate verify`` needs; what is written is rea
 from __future__ import annotations
 
 import json
+import math
 import os
 import tomllib
 from collections import defaultdict
@@ -26,6 +27,7 @@ from . import metrics, verify
 from .config import RunConfig
 from .deployment import Deployment
 from .errors import ConfigError, EmulatorError
+from .fabric.interface import Transfer
 from .judge import KernelPort, Verdict
 from .kvcache import Layout
 from .metrics import Port, Setup
@@ -43,7 +45,7 @@ from .records import (
     TransferBytes,
 )
 from .scale import Scale
-from .verify import Evidence
+from .verify import Evidence, Finding
 
 __all__ = [
     "FinishedRun",
@@ -51,6 +53,7 @@ __all__ = [
     "claim_run_dir",
     "read_decisions",
     "read_run_dir",
+    "report_as_counted",
     "run_entry",
     "setup_of",
     "table",
@@ -100,6 +103,11 @@ class _NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     received: tuple[TransferBytes, ...]
     pools: tuple[PoolRecord, ...]
 
+    def __post_init__(self) -> None:
+        for row in (*self.sent, *self.received):
+            if row.transfer not in Transfer.__members__:
+                raise ValueError(f"transfer {row.transfer!r}: expected one of {', '.join(Transfer.__members__)}")
+
 
 class _PortRow(msgspec.Struct, frozen=True, kw_only=True):
     """One NIC: as configured (None for a NIC that the topology does not know), and its counters."""
@@ -109,6 +117,13 @@ class _PortRow(msgspec.Struct, frozen=True, kw_only=True):
     role: Literal["pe", "de", "storage"] | None
     rate_bps: float | None
     counters: tuple[PortBytes, ...]
+
+    def __post_init__(self) -> None:
+        if self.rate_bps is not None and not 0 < self.rate_bps < math.inf:
+            raise ValueError(f"rate_bps {self.rate_bps}: expected a positive, finite number")
+        for counter in self.counters:
+            if not 0 < counter.window_s < math.inf:
+                raise ValueError(f"window_s {counter.window_s}: expected a positive, finite number")
 
 
 class _DecisionRow(Decision, frozen=True, kw_only=True, tag_field="kind", tag="decision"):
@@ -150,6 +165,23 @@ def build_report(run: FinishedRun) -> dict[str, Any]:
 
     A figure over an empty set is None. Bytes are model bytes.
     """
+    replay = run.config.replay
+    return _figures(run) | {
+        "config": {
+            "topology": run.config.topology.get("name"),
+            "model": Deployment(run.config).shape.name,
+            "backend": run.config.model.backend,
+            "agents": replay.agents,
+            "aps": replay.aps,
+            "think": replay.think,
+            "warm": replay.warm,
+            "seed": replay.seed,
+        },
+    }
+
+
+def _figures(run: FinishedRun) -> dict[str, Any]:
+    """All of the report that is counted: it needs neither the model's file nor the topology's."""
     records, setup = run.evidence.records, run.evidence.setup
     rows = metrics.done(records)
     status = [r.status for r in records.requests]
@@ -205,17 +237,25 @@ def build_report(run: FinishedRun) -> dict[str, Any]:
             ],
         },
         "errors": sorted({r.error for r in records.requests if r.error is not None}),
-        "config": {
-            "topology": run.config.topology.get("name"),
-            "model": Deployment(run.config).shape.name,
-            "backend": run.config.model.backend,
-            "agents": replay.agents,
-            "aps": replay.aps,
-            "think": replay.think,
-            "warm": replay.warm,
-            "seed": replay.seed,
-        },
     }
+
+
+def report_as_counted(path: Path, run: FinishedRun) -> Finding:
+    """Whether the ``report.json`` in the run directory ``path`` says what the records of that ``run`` say.
+
+    One more finding beside the invariants' own, for a run in which those hold: without sound records there is
+    nothing to hold a report against. ConfigError where there is no report or it is no JSON object.
+    """
+    report = _json(path / "report.json", dict[str, Any])
+    figures = json.loads(json.dumps(_figures(run)))
+    # How many invariants there are is a fact of the version that wrote the report.
+    wrong = [key for key, figure in figures.items() if key != "invariants" and report.get(key, ...) != figure]
+    detail = (
+        f"report.json differs from the records in {', '.join(wrong)}"
+        if wrong
+        else "the report follows from the records"
+    )
+    return Finding(len(verify.INVARIANTS) + 1, "report as counted", not wrong, detail)
 
 
 def run_entry(report: dict[str, Any], run: FinishedRun, out: Path | None) -> dict[str, Any]:
@@ -406,6 +446,13 @@ def read_run_dir(path: Path) -> FinishedRun:
     counters: defaultdict[str, list[PortBytes]] = defaultdict(list)
     for row in ports:
         counters[row.node] += row.counters
+    widths = {counter.window_s for row in ports for counter in row.counters}
+    if len(widths) > 1:
+        raise ConfigError(
+            f"{path / 'ports.jsonl'}: window_s {sorted(widths)}: expected one width for all counters"
+        )
+    if about.layout.kv_bytes != about.scale.kv_bytes:
+        raise ConfigError(f"{path / 'run.json'}: kv_bytes differ between layout and scale")
     decisions: defaultdict[str, list[Decision]] = defaultdict(list)
     batches: defaultdict[str, list[BatchRecord]] = defaultdict(list)
     for row in _rows(path / "decisions.jsonl", _DecisionRow | _BatchRow):
@@ -479,7 +526,7 @@ def _read(path: Path) -> bytes:
 def _json(path: Path, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(_read(path), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
@@ -489,7 +536,7 @@ def _rows(path: Path, kind: Any) -> list[Any]:
     for number, line in enumerate(_read(path).splitlines(), start=1):
         try:
             rows.append(decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: {error}") from None
     return rows
 
@@ -497,5 +544,5 @@ def _rows(path: Path, kind: Any) -> list[Any]:
 def _config(path: Path) -> RunConfig:
     try:
         return msgspec.convert(tomllib.loads(_read(path).decode()), RunConfig)
-    except (msgspec.ValidationError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (msgspec.ValidationError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -80,6 +80,19 @@ def test_a_changed_record_is_found(tmp_path: Path, small: tuple[str, ...]) -> No
     assert "BROKEN" in done.stdout
 
 
+def test_a_changed_report_is_found(tmp_path: Path, small: tuple[str, ...]) -> None:
+    """One wrong figure in the report of a sound run: exit 4 and the figure's name. No report at all: exit 2."""
+    path = tmp_path / "report.json"
+    _json("sim", "1p1d", *small, "--out", str(tmp_path))
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps(written | {"jct_s": written["jct_s"] + 1e-9}))
+    done = _run("verify", str(tmp_path))
+    assert done.exit_code == 4 and "jct_s" in done.stdout
+    path.unlink()
+    done = _run("verify", str(tmp_path))
+    assert done.exit_code == 2 and "report.json" in done.stderr and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

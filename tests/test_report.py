@@ -196,6 +196,12 @@ def test_decisions_are_read_from_a_run_or_its_file(tmp_path: Path) -> None:
         ("run.json", b'{"format": 1}', r"run\.json: "),
         ("config.toml", b"topology = 1", r"config\.toml: "),
         ("config.toml", b"\xff", r"config\.toml: "),
+        *((name, b"[" * 100_000, name) for name in ("host.json", "run.json", "requests.jsonl")),
+        *(
+            (name, b'{"node":' * 100_000, name)
+            for name in ("host.json", "run.json", "requests.jsonl", "nodes.jsonl")
+        ),
+        ("config.toml", b"a = " + b"[" * 100_000, r"config\.toml: "),
     ],
 )
 def test_a_damaged_run_is_a_users_error(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
@@ -205,6 +211,64 @@ def test_a_damaged_run_is_a_users_error(tmp_path: Path, name: str, content: byte
     with pytest.raises(ConfigError, match=complaint) as caught:
         report.read_run_dir(tmp_path)
     assert "\n" not in caught.value.text
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "complaint"),
+    [
+        ("ports.jsonl", '"rate_bps":20000.0', '"rate_bps":0', r"ports\.jsonl:1: .*rate_bps 0"),
+        ("ports.jsonl", '"rate_bps":20000.0', '"rate_bps":-1', r"ports\.jsonl:1: .*rate_bps -1"),
+        ("ports.jsonl", '"window_s":1.0', '"window_s":0', r"ports\.jsonl:\d+: .*window_s 0"),
+        ("ports.jsonl", '"window_s":1.0', '"window_s":2.0', r"ports\.jsonl: window_s .*one width"),
+        ("nodes.jsonl", '"transfer":"PE_READ"', '"transfer":"PE_RAED"', r"nodes\.jsonl:\d+: .*PE_RAED.*PE_READ"),
+        ("run.json", '"kv_bytes": 4', '"kv_bytes": 8', r"run\.json: kv_bytes"),
+    ],
+)
+def test_a_value_that_no_run_has_is_a_users_error(
+    tmp_path: Path, name: str, old: str, new: str, complaint: str
+) -> None:
+    """What parses and is yet impossible is refused where it is read, not met as a traceback later."""
+    report.write_run_dir(tmp_path, finished())
+    text = (tmp_path / name).read_text()
+    assert old in text
+    (tmp_path / name).write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        report.read_run_dir(tmp_path)
+    assert "\n" not in caught.value.text
+
+
+def test_a_report_follows_from_its_records(tmp_path: Path) -> None:
+    """Every figure that is changed or left out is named; so is one whose records, rates or scale were changed."""
+    written = report.write_run_dir(tmp_path, finished())
+    assert report.report_as_counted(tmp_path, report.read_run_dir(tmp_path)).ok
+    for key in written.keys() - {"config", "invariants"}:
+        for other in (written | {key: "other"}, {k: v for k, v in written.items() if k != key}):
+            (tmp_path / "report.json").write_text(json.dumps(other))
+            found = report.report_as_counted(tmp_path, report.read_run_dir(tmp_path))
+            assert not found.ok and found.detail.endswith(f" {key}")
+    (tmp_path / "report.json").write_text(json.dumps(written))
+    for name, old, new, key in (
+        ("ports.jsonl", '"rate_bps":20000.0', '"rate_bps":20001.0', "utilisation"),
+        ("run.json", '"model_kv_bytes": ', '"model_kv_bytes": 1', "steps_bytes"),
+        ("run.json", '"t0_s": ', '"t0_s": 1', "jct_s"),
+    ):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text.replace(old, new))
+        found = report.report_as_counted(tmp_path, report.read_run_dir(tmp_path))
+        assert not found.ok and key in found.detail
+        (tmp_path / name).write_text(text)
+
+
+def test_no_report_or_no_json_is_named(tmp_path: Path) -> None:
+    """A report that cannot be read is a user's error like any other file of the directory."""
+    report.write_run_dir(tmp_path, finished())
+    run = report.read_run_dir(tmp_path)
+    for content in (b"", b"[]", b"[" * 100_000, None):
+        (tmp_path / "report.json").unlink()
+        if content is not None:
+            (tmp_path / "report.json").write_bytes(content)
+        with pytest.raises(ConfigError, match=r"report\.json: "):
+            report.report_as_counted(tmp_path, run)
 
 
 @pytest.mark.parametrize("name", ["run.json", "host.json", "requests.jsonl", "nodes.jsonl", "ports.jsonl"])

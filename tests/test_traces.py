@@ -501,12 +501,12 @@ def test_a_gzip_bomb_is_refused_at_the_limit(tmp_path: Path, monkeypatch: pytest
         assert f"{name}: no requests in it" in _refused(tmp_path / name, "mooncake")
 
 
-_ROW: dict[str, Any] = {"timestamp": 0, "input_length": 9, "output_length": 1}
+_MOON: dict[str, Any] = {"timestamp": 0, "input_length": 9, "output_length": 1}
 _CALL: dict[str, Any] = {"t": 0, "in": 9, "out": 1, "hash_ids": []}
 _TURN: dict[str, Any] = {"prompt_tokens": 9, "output_tokens": 1}
 
 
-def _native(**turn: float) -> str:
+def _native(**turn: Any) -> str:
     return '{"emulate_trace":1}\n' + json.dumps({"id": "a", "turns": [_TURN | turn]})
 
 
@@ -519,9 +519,9 @@ def _session(*calls: dict[str, Any]) -> str:
     [
         ("native", _native(arrival_s=1e13)),
         ("native", _native(think_s=1e300)),
-        ("mooncake", json.dumps(_ROW) + "\n" + json.dumps(_ROW | {"timestamp": 1e17})),
-        ("mooncake", json.dumps(_ROW | {"delay": 1e300})),
-        ("mooncake-delta", json.dumps(_ROW | {"delay": 1e10})),
+        ("mooncake", json.dumps(_MOON) + "\n" + json.dumps(_MOON | {"timestamp": 1e17})),
+        ("mooncake", json.dumps(_MOON | {"delay": 1e300})),
+        ("mooncake-delta", json.dumps(_MOON | {"delay": 1e10})),
         ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\n0001-01-01 00:00:00,9,1\n9999-12-31 23:59:59,9,1"),
         ("weka", _session(_CALL | {"t": 1e300})),
         ("weka", _session(*[_CALL | {"think_time": 4e5}] * 3)),

@@ -25,7 +25,16 @@ from ..isolate import invoking_user
 from ..judge import Verdict, judge, judge_virtual, kernel_ports
 from ..plan import cluster_spec
 from ..records import Decisions, RunRecords
-from ..report import FinishedRun, claim_run_dir, read_run_dir, run_entry, setup_of, table, write_run_dir
+from ..report import (
+    FinishedRun,
+    claim_run_dir,
+    read_run_dir,
+    report_as_counted,
+    run_entry,
+    setup_of,
+    table,
+    write_run_dir,
+)
 from ..verify import Evidence
 from ..verify import verify as check
 from .lifecycle import find_cluster, show_stage
@@ -255,8 +264,11 @@ def sim(topology: str, model: str | None, kv_bytes: int | None, dilation: float 
 @click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def verify(run_dir: Path, as_json: bool) -> int:
-    """Check every invariant again on the finished run in the directory RUN."""
-    findings = check(read_run_dir(run_dir).evidence)
+    """Check every invariant again on the finished run in the directory RUN, and its report against its records."""
+    finished = read_run_dir(run_dir)
+    findings = check(finished.evidence)
+    if all(finding.ok for finding in findings):
+        findings.append(report_as_counted(run_dir, finished))
     broken = [finding for finding in findings if not finding.ok]
     if as_json:
         click.echo(json.dumps({"ok": not broken, "findings": msgspec.to_builtins(findings)}))
