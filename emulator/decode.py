@@ -392,14 +392,14 @@ class _Engine:
         """Run steps while there are sequences; never returns."""
         started_s = self._fabric.now()
         while True:
-            if not self._batch and not self._joining:
-                self._arrived = trio.Event()
-                await self._arrived.wait()
-                started_s = self._fabric.now()
-            # Lateness of this process must not let a sequence decode before its KV was there.
-            started_s = max([started_s, *(sequence.joined_s for sequence in self._joining)])
-            self._batch += self._joining
-            self._joining.clear()
+            if not self._batch:
+                if not self._joining:
+                    self._arrived = trio.Event()
+                    await self._arrived.wait()
+                started_s = max(started_s, min(sequence.joined_s for sequence in self._joining))
+            # However late this process is, none decodes before its KV was there, and none delays the others.
+            self._batch += [sequence for sequence in self._joining if sequence.joined_s <= started_s]
+            self._joining = [sequence for sequence in self._joining if sequence.joined_s > started_s]
             step_s = self._deployment.costs.decode_step_s([sequence.context for sequence in self._batch])
             steps = await self._sleep_steps(started_s, step_s, min(self._uniform_steps(s) for s in self._batch))
             for sequence in self._batch:
@@ -416,13 +416,18 @@ class _Engine:
         return min(sequence.left, block - sequence.context % block)
 
     async def _sleep_steps(self, started_s: float, step_s: float, most: int) -> int:
-        """Sleep over ``most`` steps, or to the end of the one in which a sequence arrives; return how many."""
-        with trio.CancelScope() as self._epoch:
-            await self._fabric.sleep_until(started_s + most * step_s)
-        self._epoch = None
+        """Sleep over ``most`` steps, or to the end of the one in which a sequence arrives; return how many.
+
+        It counts when the sequence arrived, not when this task came to hear of it.
+        """
         if not self._joining:
-            return most
-        steps = min(most, max(1, math.ceil((self._fabric.now() - started_s) / step_s)))
+            with trio.CancelScope() as self._epoch:
+                await self._fabric.sleep_until(started_s + most * step_s)
+            self._epoch = None
+            if not self._joining:
+                return most
+        arrived_s = min(sequence.joined_s for sequence in self._joining)
+        steps = min(most, max(1, math.ceil((arrived_s - started_s) / step_s)))
         await self._fabric.sleep_until(started_s + steps * step_s)
         return steps
 

@@ -8,6 +8,7 @@ byte of KV.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 import msgspec
 
@@ -25,6 +26,7 @@ from .messages import (
     Assignment,
     Committed,
     Decided,
+    Phase,
     Progress,
     Submit,
 )
@@ -35,13 +37,17 @@ __all__ = ["Scheduler"]
 
 
 class _Open(msgspec.Struct):
-    """What a request in flight has on the books."""
+    """What a request in flight has on the books, until ``ahead``, the phases not over yet, is empty.
+
+    Its nodes report over connections of their own, so that their reports may come in any order.
+    """
 
     decision: Decision
     prompt_tokens: int
     total_tokens: int
     read_node: str
     read_tokens: int
+    ahead: set[Phase]
 
 
 class _Recorded:
@@ -111,12 +117,16 @@ class Scheduler:
         entry = self._open.get(request.request)
         if entry is None:
             raise ProtocolViolation(f"{self._fabric.node}: progress of unknown request {request.request}")
+        if request.phase not in entry.ahead:
+            raise ProtocolViolation(f"{self._fabric.node}: {request.request} was {request.phase} before")
         if request.phase == "read":
             self._read_queue[entry.read_node] -= entry.read_tokens
         elif request.phase == "prefilled":
             self._charge(entry.decision.pe, -entry.prompt_tokens, -1)
         else:
             self._charge(entry.decision.de, -entry.total_tokens, -1)
+        entry.ahead.remove(request.phase)
+        if not entry.ahead:
             del self._open[request.request]
         return Ack()
 
@@ -170,6 +180,7 @@ class Scheduler:
             request.prompt_tokens + request.output_tokens,
             engine_node(decision.pe if decision.path == "pe" else decision.de),
             self._deployment.hit_tokens(decision.hit_blocks),
+            set(get_args(Phase)),
         )
         self._open[request.request] = entry
         self._read_queue[entry.read_node] += entry.read_tokens

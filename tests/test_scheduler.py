@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from itertools import permutations
 
 import pytest
 
@@ -11,7 +12,7 @@ from emulator.errors import ProtocolViolation, Refused
 from emulator.fabric.clock import run_virtual
 from emulator.fabric.fluid import FluidNetwork, open_fluid
 from emulator.kvcache import BlockId
-from emulator.messages import Committed, Progress, Submit
+from emulator.messages import Committed, Phase, Progress, Submit
 from emulator.plan import emulated_rates
 from emulator.records import Decision
 from emulator.scheduler import Scheduler
@@ -105,8 +106,23 @@ def test_a_refused_request_leaves_no_trace() -> None:
     _run(body)
 
 
+@pytest.mark.parametrize("order", list(permutations(("read", "prefilled", "finished"))))
+def test_phases_may_be_reported_in_any_order(order: tuple[Phase, ...]) -> None:
+    """PE and DE report over connections of their own; whoever comes first, the books end as they began."""
+
+    async def body(scheduler: Scheduler) -> None:
+        await scheduler.committed(Committed(join_ids(IDS)))
+        first = (await scheduler.submit(_ask("a"))).decision
+        for phase in order:
+            await scheduler.progress(Progress("a", phase))
+        again = (await scheduler.submit(_ask("a"))).decision
+        assert again == first
+
+    _run(body)
+
+
 def test_what_makes_no_sense_is_a_violation() -> None:
-    """A request twice, or progress of one that is not there."""
+    """A request twice, progress of one that is not there, or the same phase twice."""
 
     async def body(scheduler: Scheduler) -> None:
         await scheduler.submit(_ask("a"))
@@ -114,5 +130,8 @@ def test_what_makes_no_sense_is_a_violation() -> None:
             await scheduler.submit(_ask("a"))
         with pytest.raises(ProtocolViolation, match="unknown"):
             await scheduler.progress(Progress("b", "read"))
+        await scheduler.progress(Progress("a", "read"))
+        with pytest.raises(ProtocolViolation, match="a was read before"):
+            await scheduler.progress(Progress("a", "read"))
 
     _run(body)
