@@ -381,6 +381,40 @@ async def test_when_a_peer_dies_everything_that_needs_it_ends() -> None:
         assert (home.memory == other.memory).all()
 
 
+async def test_a_given_up_connection_of_calls_is_closed_and_is_no_later_ones_affair() -> None:
+    """When a peer counts as lost, calls to it start on one new connection, whose life is its own."""
+    made: list[socket.socket] = []
+
+    def make_socket(family: int, kind: int) -> socket.socket:
+        made.append(socket.socket(family, kind))
+        return made[-1]
+
+    async with open_cluster() as cluster:
+        a, b = await cluster.open("a", make_socket=make_socket), await cluster.open("b")
+        b.serve(ECHO, _same)
+        await a.call("b", ECHO, Note("before"))
+        with trio.socket.socket() as broken:
+            await broken.bind((cluster.addresses.endpoints[B], 0))
+            await broken.connect((cluster.addresses.endpoints[A], cluster.addresses.data_port))
+            await broken.send(encode_hello(PairHello(B, A, VirtualLane.KV)))
+            broken.shutdown(socket.SHUT_WR)
+            assert await broken.recv(1) == b""
+        for text in ("after", "again"):
+            assert (await a.call("b", ECHO, Note(text))).text == text
+        await wait_all_tasks_blocked()
+        there = (cluster.addresses.management["b"], cluster.addresses.rpc_port)
+        connected = [sock for sock in made if sock.fileno() >= 0 and _peer(sock) == there]
+        assert len(connected) == 1
+
+
+def _peer(sock: socket.socket) -> tuple[str, int] | None:
+    try:
+        host, port = sock.getpeername()
+    except OSError:
+        return None
+    return host, port
+
+
 async def test_sockets_are_marked_bounded_and_closed() -> None:
     """Each lane's TOS on what carries its bytes, CONTROL's on acks; reno; buffers of the rate; none left open."""
     made: dict[str, list[socket.socket]] = {node: [] for node in NODES}

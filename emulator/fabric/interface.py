@@ -188,7 +188,10 @@ class WriteStream(ABC):
 
     @abstractmethod
     async def wait_placed(self, upto: int) -> None:
-        """Return once segments 0 .. upto-1 are in place. PeerLost when the peer died."""
+        """Return once segments 0 .. upto-1 are in place. PeerLost when the peer died.
+
+        ``trio.ClosedResourceError``, in another task too, when the stream was closed before.
+        """
 
     @abstractmethod
     async def aclose(self) -> None: ...

@@ -111,6 +111,7 @@ class _Caller(_Connection):
         super().__init__()
         self.peer = peer
         self.error: EmulatorError | None = None
+        self._scope = trio.CancelScope()
         self._ids = itertools.count()
         self._waiting: dict[int, _Waiting] = {}
 
@@ -132,9 +133,10 @@ class _Caller(_Connection):
         raise error_from_code(waiting.error.code, waiting.error.text, waiting.error.definite)
 
     def fail(self, error: EmulatorError) -> None:
-        """The connection broke: so did all calls on it."""
+        """The connection broke, or is given up: so are all calls on it, and it is closed."""
         if self.error is None:
             self.error = error
+            self._scope.cancel()
             for waiting in self._waiting.values():
                 waiting.error = error
                 waiting.done.set()
@@ -145,15 +147,16 @@ class _Caller(_Connection):
         error: EmulatorError = PeerLost(f"call to {self.peer}: this node's fabric is closed")
         sock: socket.socket | None = None
         try:
-            try:
-                sock = await open_socket()
-            except OSError as reason:
-                error = PeerLost(f"{self.peer}: not reachable: {reason.strerror or reason}", definite=True)
-                return
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self.outbox.run, sock, encode_hello(hello))
-                error = await self._read(sock)
-                nursery.cancel_scope.cancel()
+            with self._scope:
+                try:
+                    sock = await open_socket()
+                except OSError as reason:
+                    error = PeerLost(f"{self.peer}: not reachable: {reason.strerror or reason}", definite=True)
+                    return
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self.outbox.run, sock, encode_hello(hello))
+                    error = await self._read(sock)
+                    nursery.cancel_scope.cancel()
         finally:
             self.fail(error)
             if sock is not None:
@@ -305,7 +308,7 @@ class RpcPort:
             return await connect(self._make_socket, source, destination, 0, None)
 
         await caller.run(open_socket, RpcHello(self._node, caller.peer))
-        if self._callers.get(caller.peer) is caller:
+        # One that ``lose`` has given up is told of already, and the peer's new connections are not its affair.
+        if self._callers.get(caller.peer) is caller and caller.error is not None:
             del self._callers[caller.peer]
-        if caller.error is not None:
             self._on_lost(caller.peer, caller.error)

@@ -220,7 +220,7 @@ class PostedStream(WriteStream):
         self._segments = segments
         self.region, self.tag = target.region.encode(), tag.encode()
         self._released = self._begun = self._placed = 0
-        self._closed = False
+        self._closed = self._over = False
         self._error: EmulatorError | None = None
         self._waiting: list[tuple[int, trio.Event]] = []
         pair.attach(self)
@@ -247,7 +247,8 @@ class PostedStream(WriteStream):
             return
         await self._settled(upto)
         if self._placed < upto:
-            assert self._error is not None
+            if self._error is None:
+                raise trio.ClosedResourceError("the stream was closed before")
             raise error_from_code(self._error.code, self._error.text, self._error.definite)
 
     async def aclose(self) -> None:
@@ -262,6 +263,8 @@ class PostedStream(WriteStream):
                 if self._placed < self._begun and self._pair.progress == before:
                     self._pair.fail(PeerLost(f"{self._pair}: nothing moved for {SILENCE_S} s"))
             self.detach()
+            self._over = True
+            self._wake(len(self._segments))
             await trio.lowlevel.checkpoint()
 
     def detach(self) -> None:
@@ -269,8 +272,8 @@ class PostedStream(WriteStream):
         self._pair.detach(self)
 
     async def _settled(self, upto: int) -> None:
-        """Return once ``upto`` segments are in place or the pair broke."""
-        if self._error is not None:
+        """Return once ``upto`` segments are in place, or no more of them will be."""
+        if self._error is not None or self._over:
             await trio.lowlevel.checkpoint()
             return
         entry = (upto, trio.Event())

@@ -196,6 +196,33 @@ def test_closing_a_stream_drops_what_has_not_begun(kind: Kind) -> None:
 
 
 @ANY
+def test_closing_a_stream_tells_who_waits_for_it(kind: Kind) -> None:
+    """Whoever waits for segments of a closed stream that never went is told so, then and later."""
+
+    async def law(bed: Bed) -> None:
+        src, here = bed.fabrics["pe0"], bed.regions["pe0"]
+        segments = [straight(1, local=i, remote=FREE + i) for i in range(3)]
+        stream = src.open_stream(data(at("pe0"), at("de0")), here, segments)
+        stream.release(1)
+        told = []
+
+        async def wait() -> None:
+            with pytest.raises(trio.ClosedResourceError):
+                await stream.wait_placed(2)
+            told.append(True)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            await stream.wait_placed(1)
+            await stream.aclose()
+        await wait()
+        await stream.wait_placed(1)
+        assert len(told) == 2
+
+    run_law(kind, law)
+
+
+@ANY
 def test_a_cancelled_write_leaves_no_memory_in_use(kind: Kind) -> None:
     """When a cancelled write returns, its bytes are all in place or will never be; the pair stays usable."""
     size = 4 * MIB
