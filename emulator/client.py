@@ -2,19 +2,21 @@
 
 A turn arrives when its predecessor's last token is out (plus think time) or, where the trace sets it, not
 before its own arrival; it is submitted once its predecessor's last block is committed, so that it hits all that
-was generated. A trajectory whose turn fails cannot go on: its later turns are cancelled, and counted.
+was generated. A trajectory whose turn is refused cannot go on: its later turns are cancelled, and counted. Any
+other error, of whichever node, ends the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import trio
 
+from . import policy
 from .deployment import Deployment, engine_node, join_ids
-from .errors import ConfigError, PeerLost, Refused, StoreError
+from .errors import ConfigError, Refused
 from .fabric.interface import Fabric
 from .kvcache import BlockId, KeyChain
 from .messages import (
@@ -37,7 +39,7 @@ from .messages import (
 from .models.backend import Backend
 from .models.reference import prompt_blocks
 from .records import Decisions, RequestRecord, Status
-from .workload import Trajectory, Workload
+from .workload import Trajectory, Turn, Workload
 
 __all__ = ["Client", "Replayed", "request_id"]
 
@@ -60,7 +62,7 @@ class Client:
     async def prepare(self, workload: Workload, decisions: Decisions | None = None) -> None:
         """What comes before the clock starts: impose ``decisions``, warm the store, name the first turns' blocks.
 
-        Raises ConfigError for a request that the backend cannot hold or that the decisions do not know.
+        Raises ConfigError for a request that the backend cannot hold, and for decisions that do not fit here.
         """
         self._check(workload, decisions)
         if decisions is not None:
@@ -89,26 +91,53 @@ class Client:
         longest = max((turn.prompt_tokens for t in workload.trajectories for turn in t.turns), default=1)
         cached = layout.full_blocks(longest - 1) * layout.block_tokens
         self._deployment.costs.check_covers(cached, max(longest, engine.batch_tokens))
-        engines = {*self._deployment.pe_engines, *self._deployment.de_engines}
-        names = set()
+        turns = {}
         for trajectory in workload.trajectories:
             for index, turn in enumerate(trajectory.turns):
                 name = request_id(trajectory, index)
-                names.add(name)
+                turns[name] = turn
                 try:
                     self._backend.check_context(turn.total_tokens)
                 except ConfigError as error:
                     raise ConfigError(f"request {name}: {error.text}; cut the trace with --max-len") from None
-        for decision in () if decisions is None else decisions.requests:
-            if decision.request not in names:
-                raise ConfigError(
-                    f"--decisions: request {decision.request} is not in this workload; replay the same trace"
-                )
+        if decisions is not None:
+            self._check_decisions(decisions, turns)
+
+    def _check_decisions(self, decisions: Decisions, turns: Mapping[str, Turn]) -> None:
+        """Whatever would leave an engine waiting for a batch that can never be complete is refused here."""
+        engines = {*self._deployment.pe_engines, *self._deployment.de_engines}
+        limits, block_tokens = self._deployment.limits, self._deployment.layout.block_tokens
+        batched = {name: batch.engine for batch in decisions.batches for name in batch.requests}
+        for decision in decisions.requests:
+            name = decision.request
+            if name not in turns:
+                raise ConfigError(f"--decisions: request {name} is not in this workload; replay the same trace")
             for used in (decision.pe, decision.de):
                 if used not in engines:
-                    raise ConfigError(
-                        f"--decisions: request {decision.request} ran on {used}, which is not in this topology"
-                    )
+                    raise ConfigError(f"--decisions: request {name} ran on {used}, which is not in this topology")
+            reason = policy.refusal(
+                limits,
+                prompt_tokens=turns[name].prompt_tokens,
+                output_tokens=turns[name].output_tokens,
+                hit_blocks=decision.hit_blocks,
+                path=decision.path,
+                block_tokens=block_tokens,
+            )
+            if reason is not None:
+                raise ConfigError(f"--decisions: request {name} does not fit this cluster: {reason}")
+            if batched.pop(name, None) != decision.pe:
+                raise ConfigError(
+                    f"--decisions: request {name} is in no batch of {decision.pe}; take a run that ended well"
+                )
+        for name, engine in batched.items():
+            raise ConfigError(f"--decisions: request {name} is in a batch of {engine} and was not decided")
+        for batch in decisions.batches:
+            tokens = sum(turns[name].prompt_tokens for name in batch.requests)
+            if tokens > limits.pe_hbm_tokens:
+                raise ConfigError(
+                    f"--decisions: batch {batch.index} of {batch.engine} has {tokens} tokens, a PE's HBM here"
+                    f" {limits.pe_hbm_tokens} (pe_hbm_kv_gb)"
+                )
 
     async def _impose(self, decisions: Decisions) -> None:
         await self._fabric.call(self._deployment.scheduler, REPLAY_DECISIONS, Decided(decisions.requests))
@@ -143,7 +172,7 @@ class Client:
             await self._fabric.sleep_until(arrived_s)
             try:
                 record = await self._request(agent, index, arrived_s, max(arrived_s, eligible_s))
-            except (Refused, PeerLost, StoreError) as error:
+            except Refused as error:
                 self._keep(_unserved(trajectory, index, "failed", arrived_s, error.text))
                 alive = False
                 continue

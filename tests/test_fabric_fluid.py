@@ -114,6 +114,41 @@ def test_rates_follow_who_is_there() -> None:
     assert_within(done["a"], 3.5, rel=1e-12)
 
 
+@pytest.mark.parametrize("handler", [True, False])
+def test_a_network_that_ends_lets_land_what_has_begun(handler: bool) -> None:
+    """Whether the block fails or is cancelled from outside, a begun write ends when its bytes are in place."""
+    ended: list[float] = []
+
+    async def program() -> None:
+        net = network()
+        with trio.move_on_after(2.0):
+            async with open_fluid(net):
+                here, there = net.fabric("a").register("m", 5000), net.fabric("b").register("m", 5000)
+                here.memory[:] = 7
+
+                async def send(ask: Ask) -> Ask:
+                    try:
+                        await net.fabric("a").write(to("a", "b"), here, whole(5000))
+                    finally:
+                        ended.append(trio.current_time())
+                        assert there.memory.all()
+                    return ask
+
+                net.fabric("a").serve(ADD, send)
+                if not handler:
+                    await send(Ask(0))
+                with trio.move_on_after(1.0):
+                    await net.fabric("boss").call("a", ADD, Ask(0))
+                raise PeerLost("the block fails")
+
+    if handler:
+        with pytest.RaisesGroup(pytest.RaisesExc(PeerLost, match="the block fails"), flatten_subgroups=True):
+            run_virtual(program)
+    else:
+        run_virtual(program)
+    assert_within(ended[0], 5.01 if handler else 5.0, rel=1e-12)
+
+
 def test_memory_is_read_when_it_is_placed() -> None:
     """Whoever overwrites memory that is in use sends what he wrote: a fault of his that must not be hidden."""
 

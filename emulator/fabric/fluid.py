@@ -114,11 +114,9 @@ class FluidNetwork:
         for fabric in self._fabrics.values():
             fabric.on_lost(node)
 
-    async def run(self, *, task_status: trio.TaskStatus[None]) -> None:
-        """The network's tasks: its engine, and the handlers of its nodes."""
-        async with trio.open_nursery() as self._nursery:
-            await self._nursery.start(self.engine.run)
-            task_status.started()
+    def serve_in(self, nursery: trio.Nursery) -> None:
+        """Run the nodes' handlers in ``nursery``."""
+        self._nursery = nursery
 
     def spawn(self, async_fn: Callable[[], Awaitable[None]], name: str) -> None:
         """Run a handler in a task of its own."""
@@ -149,14 +147,26 @@ class FluidNetwork:
 async def open_fluid(network: FluidNetwork) -> AsyncIterator[FluidNetwork]:
     """Run the network until the block is left, under ``run_virtual`` (else RuntimeError).
 
-    An exception of a handler that is no EmulatorError cancels the block and comes out of it.
+    An exception of a handler that is no EmulatorError cancels the block and comes out of it. However the block
+    ends, time goes on until all that its tasks had begun to send is in place, since they wait for that.
     """
-    async with trio.open_nursery() as nursery:
-        await nursery.start(network.run)
+    stop = trio.CancelScope(shield=True)
+
+    async def run_engine(*, task_status: trio.TaskStatus[None]) -> None:
+        with stop:
+            await network.engine.run(task_status=task_status)
+
+    async with trio.open_nursery() as engine:
+        await engine.start(run_engine)
         try:
-            yield network
+            async with trio.open_nursery() as handlers:
+                network.serve_in(handlers)
+                try:
+                    yield network
+                finally:
+                    handlers.cancel_scope.cancel()
         finally:
-            nursery.cancel_scope.cancel()
+            stop.cancel()
 
 
 class _Pair:
