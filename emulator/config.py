@@ -28,6 +28,11 @@ __all__ = [
 READ_BLOCKS = 512
 """Full Blocks that one read call asks for at the most; a longer context takes several."""
 
+_MOST_GB_OR_S = 1e6
+"""Of a buffer or a quota: a petabyte, eleven days. More is a mistake of unit."""
+
+_MOST_COUNT = 2**31 - 1
+
 PathChoice = Literal["pe", "de", "auto"]
 BackendName = Literal["digest", "toy"]
 
@@ -54,13 +59,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name in ("pe_buffer_gb", "de_buffer_gb", "pe_hbm_kv_gb", "de_hbm_kv_gb", "quota_s"):
             value = getattr(self, name)
-            if not 0 < value < float("inf"):
-                raise ValueError(f"{name} = {value}: expected a positive, finite number")
+            if not 0 < value <= _MOST_GB_OR_S:
+                raise ValueError(f"{name} = {value}: expected a positive number, at most {_MOST_GB_OR_S:.0f}")
         if not 0 <= self.rpc_latency_s < 1:
             raise ValueError(f"rpc_latency_s = {self.rpc_latency_s}: expected 0 to 1 s")
         for name in ("batch_tokens", "block_tokens", "read_message_blocks", "stripe_blocks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: expected 1 or more")
+            if not 1 <= getattr(self, name) <= _MOST_COUNT:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 1 to {_MOST_COUNT}")
         if self.read_message_blocks > READ_BLOCKS:
             raise ValueError(f"read_message_blocks = {self.read_message_blocks}: expected 1 to {READ_BLOCKS}")
 
@@ -139,9 +144,8 @@ def load_config(path: Path | None) -> tuple[EngineConfig, ModelConfig, ScaleConf
     if path is None:
         return EngineConfig(), ModelConfig(), ScaleConfig()
     try:
-        with path.open("rb") as file:
-            data = tomllib.load(file)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        data = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not readable as TOML: {error}") from None
     return (
         _table(path, data, "engine", EngineConfig),

@@ -183,6 +183,12 @@ def load_costs(shape: ModelShape, table: Path | None = None) -> CostModel:
 
 HEADER = ("cached", "bsz", "ms")
 
+_MOST_DIGITS = 9
+"""Of a count of tokens."""
+
+_MOST_MS = 3.6e6
+"""An hour. No measured forward takes longer."""
+
 
 def load_table(path: Path) -> CostTable:
     """Read a CSV ``cached,bsz,ms``: milliseconds of a prefill forward of ``bsz`` new tokens behind ``cached``.
@@ -229,13 +235,15 @@ def _point(where: str, row: list[str]) -> tuple[int, int, float]:
     counts = []
     for name, cell, least in (("cached", row[0], 0), ("bsz", row[1], 1)):
         text = cell.strip()
-        if not (text.isascii() and text.isdigit()) or int(text) < least:
-            raise ConfigError(f"{where}: {name} {cell!r}: expected an integer of {least} or more")
+        if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS) or int(text) < least:
+            raise ConfigError(
+                f"{where}: {name} {cell[:40]!r}: expected an integer of {least} or more, below 10^{_MOST_DIGITS}"
+            )
         counts.append(int(text))
     try:
         ms = float(row[2])
     except ValueError:
         ms = math.nan
-    if not 0 < ms < math.inf:
-        raise ConfigError(f"{where}: ms {row[2]!r}: expected a positive, finite number")
+    if not 0 < ms <= _MOST_MS:
+        raise ConfigError(f"{where}: ms {row[2]!r}: expected a positive number, at most {_MOST_MS:.0f}")
     return counts[0], counts[1], ms / 1000

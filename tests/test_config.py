@@ -26,6 +26,13 @@ def test_given_keys_replace_defaults(tmp_path: Path) -> None:
     assert (engine.pe_buffer_gb, engine.de_buffer_gb, scale.dilation) == (40, 80, 2.5)
 
 
+def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+    """As for the topology's own tables, which are read from the same file."""
+    path = tmp_path / "x.toml"
+    path.write_bytes(b"\xef\xbb\xbf[engine]\r\nblock_tokens = 32\r\n")
+    assert load_config(path)[0].block_tokens == 32
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -36,6 +43,12 @@ def test_given_keys_replace_defaults(tmp_path: Path) -> None:
         ("[engine]\npe_buffer_gb = nan\n", "pe_buffer_gb = nan"),
         ("[engine]\npe_buffer_gb = '80'\n", "pe_buffer_gb"),
         ("[engine]\nblock_tokens = 0\n", "block_tokens = 0"),
+        ("[engine]\npe_buffer_gb = 1e300\n", "pe_buffer_gb = 1e+300: expected a positive number, at most 1000000"),
+        ("[engine]\nquota_s = inf\n", "quota_s = inf"),
+        (
+            "[engine]\nstripe_blocks = 99999999999999999999\n",
+            "stripe_blocks = 99999999999999999999: expected 1 to",
+        ),
         ("[engine]\nread_message_blocks = 513\n", "read_message_blocks = 513: expected 1 to 512"),
         ("[engine]\nrpc_latency_s = 2.0\n", "rpc_latency_s = 2.0"),
         ("[model]\nbackend = 'gpu'\n", "backend"),
@@ -44,6 +57,7 @@ def test_given_keys_replace_defaults(tmp_path: Path) -> None:
         ("[scale]\ndilation = 0\n", "dilation"),
         ("[scale]\ndilation = -inf\n", "dilation"),
         ("[scale\n", "not readable as TOML"),
+        ("a = " + "[" * 100_000, "not readable as TOML"),
     ],
 )
 def test_bad_values_are_refused_by_name(tmp_path: Path, text: str, says: str) -> None:

@@ -141,6 +141,8 @@ def test_outside_of_the_table_is_an_error(tmp_path: Path) -> None:
         ("cached,bsz,ms\n0,1.5,5\n", r"costs\.csv:2: bsz '1\.5'"),
         ("cached,bsz,ms\n0,1,nan\n", r"costs\.csv:2: ms 'nan': expected a positive"),
         ("cached,bsz,ms\n0,1,inf\n", r"costs\.csv:2: ms 'inf'"),
+        (f"cached,bsz,ms\n{'9' * 5000},1,1\n", r"costs\.csv:2: cached '9+': expected an integer"),
+        ("cached,bsz,ms\n0,1,1e308\n", r"costs\.csv:2: ms '1e308': expected a positive number, at most"),
         ("cached,bsz,ms\n0,1,0\n", r"costs\.csv:2: ms '0'"),
         ("cached,bsz,ms\n0,1,fast\n", r"costs\.csv:2: ms 'fast'"),
         ("cached,bsz,ms\n0,1,5\n0,1,6\n", r"costs\.csv:3: cached=0, bsz=1 was given before"),

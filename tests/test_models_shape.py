@@ -57,6 +57,8 @@ def test_a_users_file(tmp_path: Path) -> None:
         ("layers = 2", "layers = 0", r"layers = 0: expected 1 or more"),
         ("prefill_layer_overhead_us = 1.0", "prefill_layer_overhead_us = nan", r"prefill_layer_overhead_us = nan"),
         ("prefill_layer_overhead_us = 1.0", "prefill_layer_overhead_us = inf", r"prefill_layer_overhead_us = inf"),
+        ("prefill_layer_overhead_us = 1.0", "prefill_layer_overhead_us = 1e300", r"1e\+300: expected at most"),
+        ("layers = 2", "layers = 1000000000", r"layers = 1000000000: expected at most 10,000"),
         ('compute = "bf16"', 'compute = "int4"', r"int4"),
         ('kind = "gqa"', 'kind = "mha"', r"attention\.kind = 'mha': expected gqa or mla-sparse"),
         ('kind = "gqa"', 'kind = ["gqa"]', r"attention\.kind = \['gqa'\]"),
@@ -105,7 +107,10 @@ def test_what_is_no_shape_is_refused(name: str, error: str) -> None:
         load_shape(name)
 
 
-@pytest.mark.parametrize("data", [b"\x7fELF\xff\xfe", "name = 1".encode("utf-16"), b"\0\0", b"", b"caf\xe9 = 1"])
+@pytest.mark.parametrize(
+    "data",
+    [b"\x7fELF\xff\xfe", "name = 1".encode("utf-16"), b"\0\0", b"", b"caf\xe9 = 1", b"a = " + b"[" * 100_000],
+)
 def test_what_is_no_toml_is_refused(tmp_path: Path, data: bytes) -> None:
     """Binary, UTF-16, Latin-1, NUL and empty files are one clear line."""
     path = tmp_path / "bad.toml"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulator.config import ModelConfig
+from emulator.config import ModelConfig, ScaleConfig
 from emulator.errors import ConfigError, EmulatorError
 from emulator.records import Decisions, RunRecords
 from emulator.sim import simulate
-from emulator.workload import Trajectory, Workload
+from emulator.workload import Stream, Trajectory, Turn, Workload
 
 from .clusters import broken, config, conversation, expected_tokens
 
@@ -165,3 +167,42 @@ def test_a_context_beyond_the_backend_is_refused_before_the_start() -> None:
     load = Workload((conversation("a", (5000, 1)),))
     with pytest.raises(ConfigError, match="--max-len"):
         simulate(config(agents=1, model=ModelConfig(name="toy", backend="toy")), load)
+
+
+@pytest.mark.parametrize(
+    ("engine", "kv_bytes"),
+    [({"block_tokens": 2**31 - 1}, 1), ({"pe_buffer_gb": 1e6}, 704), ({"de_buffer_gb": 1e6}, 704)],
+)
+def test_memory_that_no_host_can_map_is_a_users_error(engine: dict[str, Any], kv_bytes: int) -> None:
+    """Sizes beyond an address space are one line with the memory's name and its bytes."""
+    large = msgspec.structs.replace(config(engine=engine), scale=ScaleConfig(kv_bytes=kv_bytes))
+    with pytest.raises(ConfigError, match=r"memory \w+ of \d+ bytes: this host cannot map it"):
+        simulate(large, Workload((conversation("a", (3, 1)),)))
+
+
+@given(
+    engine=st.fixed_dictionaries(
+        {
+            "block_tokens": st.sampled_from([1, 7, 16, 63, 64, 128, 1000]),
+            "stripe_blocks": st.sampled_from([1, 3, 32, 10**6]),
+            "read_message_blocks": st.sampled_from([1, 5, 512]),
+        }
+    ),
+    rounds=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 80), st.integers(0, 1)), min_size=1, max_size=4),
+    alike=st.integers(1, 4),
+    path=st.sampled_from(["pe", "de", "auto"]),
+    warm=st.booleans(),
+)
+@settings(max_examples=12, deadline=None)
+def test_sharing_is_safe_with_any_blocks(
+    engine: dict[str, int], rounds: list[tuple[int, int, int]], alike: int, path: str, warm: bool
+) -> None:
+    """Agents of one content miss and commit the same blocks at once, rewind and fork, whatever a block is."""
+    streams = (Stream((100, 300), (1, 2)), Stream((100, 300), (1, 3)))
+    turns = tuple(Turn(prompt, output, stream=stream) for prompt, output, stream in rounds)
+    turns = (msgspec.structs.replace(turns[0], arrival_s=0.0), *turns[1:])
+    workload = Workload(tuple(Trajectory(f"a{index}", turns, streams) for index in range(alike)))
+    run = config(engine=engine, path=path, warm=warm)
+    records = simulate(run, workload)
+    assert all(r.status == "done" for r in records.requests)
+    assert broken(run, workload, records) == []

@@ -94,7 +94,7 @@ def replay_options(command: _F) -> _F:
     for option in (
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
         click.option("--out", type=click.Path(path_type=Path), help="Keep the run directory here."),
-        click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True),
+        click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True),
         click.option(
             "--decisions",
             type=click.Path(path_type=Path),

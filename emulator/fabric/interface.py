@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import ConfigError
 from ..extent import Extent, total_bytes
 from ..records import PortBytes, TransferBytes
 
@@ -118,11 +119,21 @@ class Region:
 
     @classmethod
     def allocate(cls, name: str, size_bytes: int) -> Region:
-        """A region of zeros whose pages become resident when they are first written, however large it is."""
+        """A region of zeros whose pages become resident when they are first written, however large it is.
+
+        ConfigError for one that this host's address space cannot hold.
+        """
         if not size_bytes:
             return cls(name, np.zeros(0, dtype=np.uint8))
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        return cls(name, np.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=np.uint8))
+        try:
+            memory = mmap.mmap(-1, size_bytes, flags=flags)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"memory {name} of {size_bytes} bytes: this host cannot map it ({error}); it takes smaller buffers,"
+                " blocks or kv_bytes"
+            ) from None
+        return cls(name, np.frombuffer(memory, dtype=np.uint8))
 
     @property
     def size_bytes(self) -> int:

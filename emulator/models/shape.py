@@ -20,6 +20,17 @@ from ..errors import ConfigError
 __all__ = ["Attention", "Gqa", "MlaSparse", "ModelShape", "bundled_shapes", "load_shape"]
 
 
+_MOST = {
+    "layers": 10_000,
+    "kv_bytes": 2**30,
+    "active_params": 10**16,
+    "weight_bytes_per_gpu": 10**16,
+    "prefill_layer_overhead_us": 1e6,
+    "decode_layer_overhead_us": 1e6,
+}
+"""Far beyond any model: above these a run would take for ever, so they are mistakes of unit or typing."""
+
+
 def _at_least_one(value: msgspec.Struct, *names: str) -> None:
     for name in names:
         if getattr(value, name) < 1:
@@ -120,8 +131,11 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def __post_init__(self) -> None:
         _at_least_one(self, "layers", "kv_bytes", "active_params", "weight_bytes_per_gpu")
         for name in ("prefill_layer_overhead_us", "decode_layer_overhead_us"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more, finite")
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected at most {most:,.0f}")
         if isinstance(self.attention, MlaSparse) and self.attention.indexer_kv_bytes >= self.kv_bytes:
             raise ValueError(
                 f"attention.indexer_kv_bytes = {self.attention.indexer_kv_bytes}: expected a part of "
@@ -161,7 +175,7 @@ def load_shape(name_or_path: str) -> ModelShape:
                 if path.exists()
                 else f"{path}: no such model shape file"
             )
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name_or_path!r}: not readable as TOML: {error}") from None
     return _parse(str(path), text)
@@ -170,7 +184,7 @@ def load_shape(name_or_path: str) -> ModelShape:
 def _parse(source: str, text: str) -> ModelShape:
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{source}: not readable as TOML: {error}") from None
     _refuse_unknown(source, "", data, ModelShape.__struct_fields__)
     attention = data.get("attention")
