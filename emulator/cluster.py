@@ -126,6 +126,8 @@ async def _asking(
     """Ask a running supervisor something; hanging up withdraws it."""
     try:
         sock = directory.connect()
+    except PermissionError:
+        raise EmulatorError(f"cluster {directory.name} belongs to another user") from None
     except OSError:
         raise EmulatorError(f"cluster {directory.name} is not up; `emulate status` lists those that are") from None
     async with trio.SocketStream(trio.socket.from_stdlib_socket(sock)) as stream:

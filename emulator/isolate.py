@@ -40,6 +40,7 @@ _PR_CAP_AMBIENT = 47
 _PR_CAP_AMBIENT_CLEAR_ALL = 4
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 _CAPABILITIES = 64
+_NO_ID = 2**32 - 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -140,7 +141,8 @@ def invoking_user(environment: Mapping[str, str]) -> tuple[int, int] | None:
         uid, gid = int(environment["SUDO_UID"]), int(environment["SUDO_GID"])
     except (KeyError, ValueError):
         return None
-    return (uid, gid) if uid > 0 and gid >= 0 else None
+    # 2**32 - 1 is no id: to the kernel it means "leave it as it is".
+    return (uid, gid) if 0 < uid < _NO_ID and 0 <= gid < _NO_ID else None
 
 
 def drop_privileges(user: tuple[int, int] | None) -> None:

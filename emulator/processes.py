@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from types import FrameType
 
 from topology.namespaces import CLONE_NEWNET, CLONE_NEWPID, CLONE_NEWUSER, setns
 
@@ -25,6 +26,8 @@ __all__ = ["clear_up", "run_in_node", "take_down"]
 _GRACE_S = 3.0
 _KILL_S = 3.0
 _POLL_S = 0.01
+_PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
+_NOT_YOURS = "cluster {} belongs to another user"
 
 
 def take_down(directory: ClusterDir) -> bool:
@@ -71,7 +74,7 @@ def _end(supervisor: ProcessId, name: str) -> None:
             except ProcessLookupError:
                 return
             except PermissionError:
-                raise EmulatorError(f"cluster {name} (pid {supervisor.pid}) belongs to another user") from None
+                raise EmulatorError(f"{_NOT_YOURS.format(name)} (pid {supervisor.pid})") from None
             if poll.poll(1e3 * patience_s):
                 return
     raise EmulatorError(f"cluster {name}: its supervisor (pid {supervisor.pid}) does not end")
@@ -92,19 +95,24 @@ def run_in_node(state: ClusterState, node: str, command: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         opened = []
         for name, kind in kinds.items():
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 fd = os.open(f"/proc/{process.pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC)
-                stack.callback(os.close, fd)
-                opened.append((fd, kind))
+            except FileNotFoundError:
+                break
+            except PermissionError:
+                raise EmulatorError(_NOT_YOURS.format(state.cluster)) from None
+            stack.callback(os.close, fd)
+            opened.append((fd, kind))
         # Asked after opening, so that the descriptors are this very process's and no successor's.
         if len(opened) < len(kinds) or not process.alive:
             raise EmulatorError(f"{node}: the node has ended")
-        for fd, kind in opened:
-            setns(fd, kind)
-    # A handler, unlike SIG_IGN, is not inherited: the terminal's Ctrl-C reaches the command alone.
-    signal.signal(signal.SIGINT, lambda signum, frame: None)
+        try:
+            for fd, kind in opened:
+                setns(fd, kind)
+        except PermissionError:
+            raise EmulatorError(_NOT_YOURS.format(state.cluster)) from None
     try:
-        code = subprocess.call(command)
+        code = _call(command)
     except FileNotFoundError:
         print(f"emulate: {command[0]}: not found", file=sys.stderr)
         return 127
@@ -112,3 +120,23 @@ def run_in_node(state: ClusterState, node: str, command: Sequence[str]) -> int:
         print(f"emulate: {command[0]}: {error.strerror}", file=sys.stderr)
         return 126
     return 128 - code if code < 0 else code
+
+
+def _call(command: Sequence[str]) -> int:
+    """Run a command and return its code. What would end this process by itself is passed on to the command."""
+    received: list[int] = []
+    for signum in _PASSED_ON:
+        signal.signal(signum, lambda number, frame: received.append(number))
+    # A handler, unlike SIG_IGN, is not inherited: the terminal's Ctrl-C reaches the command alone.
+    signal.signal(signal.SIGINT, lambda signum, frame: None)
+    with subprocess.Popen(command) as process:
+
+        def pass_on(signum: int, frame: FrameType | None) -> None:
+            process.send_signal(signum)
+
+        for signum in _PASSED_ON:
+            signal.signal(signum, pass_on)
+        # Those that came while the command was being started.
+        for number in received:
+            process.send_signal(number)
+        return process.wait()

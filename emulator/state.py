@@ -44,6 +44,17 @@ ROOT_VARIABLE = "EMULATE_STATE_DIR"
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,31}")
 
 
+@contextlib.contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """What keeps a state directory from being used is for the user to mend, and so is said in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise EmulatorError(
+            f"{path}: cannot keep a cluster's state: {error.strerror}; {ROOT_VARIABLE} names another place"
+        ) from None
+
+
 def boot_id() -> str:
     """The kernel's random identity of this boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -154,7 +165,9 @@ class ClusterDir:
 
     @property
     def exists(self) -> bool:
-        return self.path.is_dir() and not self.path.is_symlink()
+        """Whether there is such a directory. EmulatorError when its place cannot be looked at."""
+        with _one_line(self.path):
+            return self.path.is_dir() and not self.path.is_symlink()
 
     def read(self) -> ClusterState | None:
         """The recorded state if it can be believed: readable, of this boot and of a live supervisor."""
@@ -198,7 +211,14 @@ class ClusterDir:
             os.close(fd)
 
     def claim(self) -> Claim | None:
-        """Take the name for this process's life; None while another holds it. Left-overs are removed."""
+        """Take the name for this process's life; None while another holds it. Left-overs are removed.
+
+        EmulatorError with the reason where the directory cannot be made or is another user's.
+        """
+        with _one_line(self.path):
+            return self._claim()
+
+    def _claim(self) -> Claim | None:
         self.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         while True:
             with contextlib.suppress(FileExistsError):
@@ -275,9 +295,13 @@ class Claim:
 
 
 def cluster_dirs(root: Path) -> list[ClusterDir]:
-    """The cluster directories under ``root``, sorted by name; other files and names are not ours."""
-    try:
-        names = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.is_symlink())
-    except FileNotFoundError:
-        return []
+    """The cluster directories under ``root``, sorted by name; other files and names are not ours.
+
+    EmulatorError when ``root`` is there and cannot be read.
+    """
+    with _one_line(root):
+        try:
+            names = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.is_symlink())
+        except FileNotFoundError:
+            return []
     return [ClusterDir(root, name) for name in names if _NAME.fullmatch(name)]

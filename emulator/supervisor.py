@@ -82,7 +82,7 @@ def main() -> None:
                 _ignore_stops()
     except _Stop:
         return
-    except (EmulatorError, TopologyError, isolate.IsolationError) as error:
+    except (EmulatorError, TopologyError, OSError) as error:
         _report(control.Failed.of(_as_error(error)))
         raise SystemExit(1) from None
     except Exception as error:
@@ -107,8 +107,11 @@ def _ignore_stops() -> None:
 def _as_error(error: Exception) -> EmulatorError:
     if isinstance(error, EmulatorError):
         return error
-    text = error.strerror if isinstance(error, OSError) else str(error)
-    return EmulatorError(text or type(error).__name__)
+    if isinstance(error, OSError):
+        # The host's doing, such as a full disk. Isolation names what was refused itself.
+        reason = error.strerror or str(error)
+        return EmulatorError(reason if error.filename is None else f"{error.filename}: {reason}")
+    return EmulatorError(str(error) or type(error).__name__)
 
 
 def _first_line() -> bytes:

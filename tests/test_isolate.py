@@ -58,6 +58,9 @@ def _ended(process: ProcessId, within_s: float = 2.0) -> bool:
         ({"SUDO_UID": "1000"}, None),
         ({"SUDO_UID": "someone", "SUDO_GID": "100"}, None),
         ({"SUDO_UID": "-1", "SUDO_GID": "100"}, None),
+        ({"SUDO_UID": "4294967295", "SUDO_GID": "100"}, None),
+        ({"SUDO_UID": "99999999999", "SUDO_GID": "100"}, None),
+        ({"SUDO_UID": "1000", "SUDO_GID": "4294967295"}, None),
     ],
 )
 def test_nodes_belong_to_whoever_called_sudo(environment: dict[str, str], user: tuple[int, int] | None) -> None:

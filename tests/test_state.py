@@ -152,6 +152,19 @@ def test_state_that_cannot_be_kept_is_an_error_that_says_so(tmp_path: Path) -> N
     claim.release()
 
 
+@pytest.mark.parametrize("place", ["a-file", "a-file/below", "x" * 300, "/proc/nowhere"])
+def test_a_place_that_cannot_keep_state_is_one_line(tmp_path: Path, place: str) -> None:
+    """Whatever is asked of it: the path, the reason, and how to name another place."""
+    (tmp_path / "a-file").touch()
+    root = tmp_path / place
+    with pytest.raises(EmulatorError, match="EMULATE_STATE_DIR") as caught:
+        ClusterDir(root, "c").claim()
+    assert "\n" not in caught.value.text and str(root) in caught.value.text
+    if root.name != "nowhere":
+        with pytest.raises(EmulatorError, match="EMULATE_STATE_DIR"):
+            cluster_dirs(root)
+
+
 @pytest.mark.parametrize("name", ["", "-x", "a/b", "..", ".x", "A", "a b", "ü", "x" * 33, "x" * 255, "a\n", "a\0"])
 def test_a_cluster_name_is_a_directory_name(name: str) -> None:
     """Refused with a hint, never changed."""

@@ -34,7 +34,7 @@ class Host:
         if python != sys.executable:
             self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
 
-    def start(self, *args: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+    def start(self, *args: str, cwd: Path | None = None, stdin: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
         """Start a command; the caller waits for it."""
         return subprocess.Popen(
             [self._python, "-c", EMULATE, *args],
@@ -43,7 +43,7 @@ class Host:
             user=self._user,
             group=self._user,
             text=True,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )

@@ -87,6 +87,50 @@ def test_exec_in_an_unknown_node_lists_the_nodes(up: Host) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_exec_passes_on_what_would_end_it(up: Host, signum: signal.Signals) -> None:
+    """The command hears the signal, and its answer is the code: nothing is left running in the node."""
+    script = f"trap 'exit 40' {signum.name[3:]}; echo ready; while :; do sleep 0.05; done"
+    with up.start("exec", "pe0", "--", "sh", "-c", script) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signum)
+        assert process.wait(10) == 40
+
+
+def test_exec_passes_streams_through(up: Host) -> None:
+    """Input, output and their ends are the command's own."""
+    with up.start("exec", "pe0", "--", "cat", stdin=subprocess.PIPE) as process:
+        out, err = process.communicate("one\ntwo\n", timeout=20)
+    assert (process.returncode, out, err) == (0, "one\ntwo\n", "")
+
+
+def test_a_cluster_of_another_user_is_said_to_be_one(up: Host) -> None:
+    """Who may not touch a cluster is told so in one line; it is unharmed."""
+    nobody = 65534
+    python = _interpreter_for(nobody)
+    if python is None:
+        pytest.skip("no interpreter here that an ordinary user may run sees this environment")
+    other = Host(_passable(up.root), user=nobody, python=python)
+    before = up.cluster("shared")
+    for argv in (
+        ("exec", "--cluster", "shared", "pe0", "--", "true"),
+        ("down", "shared"),
+        ("replay", "--cluster", "shared"),
+    ):
+        done = other.run(*argv, code=1)
+        assert "belongs to another user" in done.stderr and done.stderr.count("\n") == 1
+    done = other.run("up", "1p1d", "--name", "theirs", code=1)
+    assert "Permission denied" in done.stderr and done.stderr.count("\n") == 1
+    assert up.cluster("shared") == before
+
+
+def _passable(path: Path) -> Path:
+    """The path, which other users may now walk to."""
+    for folder in path.parents[:3]:
+        folder.chmod(0o755)
+    return path
+
+
 def test_a_name_is_taken_once(up: Host) -> None:
     """The second `up` fails, names the running one's pid, and leaves it unharmed."""
     before = up.cluster("shared")
@@ -245,6 +289,24 @@ def test_a_full_disk_stops_cleanly(host: Host) -> None:
             subprocess.run(["umount", host.root], check=True)
             host.root.rmdir()
     assert 1 in outcomes
+
+
+@pytest.mark.parametrize("command", [("up", "1p1d"), ("run", "1p1d", "--agents", "1")])
+def test_a_place_for_state_that_is_none_is_one_line(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """Read-only, a file, below a file: `up` and `run` fail with the path and the reason, and start nothing."""
+    (tmp_path / "file").touch()
+    frozen = tmp_path / "frozen"
+    frozen.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "emulate-test", frozen], check=True)
+    try:
+        for root in (frozen, frozen / "a" / "b", tmp_path / "file", tmp_path / "file" / "below"):
+            host = Host(root)
+            done = host.run(*command, code=1)
+            last = done.stderr.splitlines()[-1]
+            assert last.startswith("emulate: ") and str(root) in last and "EMULATE_STATE_DIR" in last
+            assert not host.processes()
+    finally:
+        subprocess.run(["umount", frozen], check=True)
 
 
 def test_the_largest_preset_is_quick(host: Host) -> None:
