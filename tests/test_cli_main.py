@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +89,7 @@ def test_an_unknown_command_is_answered_with_a_suggestion(given: str, meant: str
         (KeyboardInterrupt(), 130, "emulate: interrupted\n"),
         (BaseExceptionGroup("g", [KeyboardInterrupt()]), 130, "emulate: interrupted\n"),
         (BrokenPipeError(), 1, ""),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "cannot be written: No space left on device\n"),
     ],
 )
 def test_errors_are_one_line_and_a_code(
@@ -99,9 +102,11 @@ def test_errors_are_one_line_and_a_code(
         raise error
 
     monkeypatch.setattr(type(main), "get_command", lambda self, ctx, name: fails)
-    monkeypatch.setattr("os.dup2", lambda *fds: None)
+    monkeypatch.setattr("emulator.cli._give_up_output", lambda: None)
     done = _run("status")
     assert done.exit_code == code
+    # On a terminal a blank line ends the one with ^C.
+    assert done.stderr.strip().count("\n") == 0
     assert done.stderr.endswith(text)
 
 
@@ -114,6 +119,56 @@ def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(type(main), "get_command", lambda self, ctx, name: fails)
     assert isinstance(_run("status").exception, ZeroDivisionError)
+
+
+def test_no_command_is_one_line() -> None:
+    """Without a command: usage, which says where help is."""
+    done = _run()
+    assert done.exit_code == 2 and "--help" in done.stderr and done.stderr.count("\n") == 1
+
+
+def _shell(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Run a shell script in which $EMULATE is the command."""
+    environment = os.environ | {
+        "EMULATE": f"{sys.executable} -m emulator",
+        "EMULATE_STATE_DIR": str(tmp_path / "state"),
+    }
+    return subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("command", ["status", "sim 1p1d --agents 1 --max-len 600", "doctor"])
+def test_closed_streams_are_nobody_listening(command: str, closed: str, tmp_path: Path) -> None:
+    """A command started without a standard stream does its work, and says nothing of it."""
+    with_streams = _shell(f"$EMULATE {command}", tmp_path).returncode
+    done = _shell(f"$EMULATE {command} {closed}", tmp_path)
+    assert done.returncode == with_streams and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["--help", "status", "sim 1p1d --agents 1 --max-len 600 --json"])
+def test_output_onto_a_full_disk_is_one_line(command: str, tmp_path: Path) -> None:
+    """Exit 1 and the reason, once."""
+    done = _shell(f"$EMULATE {command} >/dev/full", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith("cannot be written: No space left on device")
+    assert "Traceback" not in done.stderr and "ignored" not in done.stderr
+
+
+def test_an_interrupt_while_loading_is_one_line() -> None:
+    """Ctrl-C before the command line is even loaded: exit 130, no traceback."""
+    program = (
+        "import builtins, sys\n"
+        "load = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name == 'click':\n"
+        "        raise KeyboardInterrupt\n"
+        "    return load(name, *rest)\n"
+        "builtins.__import__ = interrupted\n"
+        "from emulator.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "emulate: interrupted\n")
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

@@ -8,6 +8,7 @@ one line on standard error and an exit code; a traceback is always a defect of o
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import os
 import sys
@@ -22,6 +23,7 @@ from ..errors import EmulatorError
 __all__ = ["main"]
 
 INTERRUPTED = 130
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
 class _Lazy(NamedTuple):
@@ -85,6 +87,7 @@ class _Group(click.Group):
         """Run and exit; every way of failing is one line and a code."""
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
+        _open_standard_streams()
         try:
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
             sys.stdout.flush()
@@ -99,12 +102,27 @@ class _Group(click.Group):
                 raise
             _fail("interrupted", INTERRUPTED)
         except BrokenPipeError:
-            # Whoever read our output has seen enough. The interpreter's own flush at exit must not complain.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            # Whoever read our output has seen enough.
+            _give_up_output()
             sys.exit(1)
         except Exception as error:
             _fail_foreign(error)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _open_standard_streams() -> None:
+    """Make a closed standard stream the null device: no pipe or file of ours may get its number."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
+
+
+def _give_up_output() -> None:
+    """Let what is still to be written go nowhere, so that the interpreter's flush at exit does not complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _one_line(error: click.ClickException) -> str:
@@ -119,7 +137,10 @@ def _fail(text: str, code: int) -> NoReturn:
 
 
 def _fail_foreign(error: Exception) -> NoReturn:
-    """Errors of ``topology`` are the user's too; anything else is a defect and keeps its traceback."""
+    """A full disk and errors of ``topology`` are the user's too; anything else is a defect, with its traceback."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        _give_up_output()
+        _fail(f"{error.filename or 'the output'} cannot be written: {error.strerror}", 1)
     from topology.errors import TopologyError
 
     if isinstance(error, TopologyError):
@@ -127,7 +148,11 @@ def _fail_foreign(error: Exception) -> NoReturn:
     raise error
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=_Group,
+    no_args_is_help=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(version("dualpath-emulator"), prog_name="emulate")
 def main() -> None:
     """A DualPath cluster on this machine: real processes, real network namespaces, a real trace."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -53,6 +54,9 @@ def up(
     run = load_run(topology, model=model, kv_bytes=kv_bytes, dilation=dilation)
     name = check_cluster_name(name or run.topology["name"])
     started = trio.run(start_cluster, name, topology, run, show_stage)
+    # It is up: who interrupts from now on comes too late, and must not be told otherwise.
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
     if as_json:
         facts = {"cluster": name, "supervisor": started.supervisor, "nodes": list(started.nodes)}
         seconds = {"network_s": round(started.network_s, 3), "total_s": round(started.total_s, 3)}
