@@ -93,8 +93,8 @@ def pack_batch(
     """How many requests from the head of ``ready`` form the next forward pass (FIFO, no request is skipped).
 
     The predicted attention time of all stays within ``quota_s`` (paper: 300 ms), their new tokens within
-    ``batch_tokens``, their contexts within ``hbm_tokens`` of free HBM. The head is taken alone when it breaks
-    the first two by itself; 0 only where the head's context does not fit the free HBM now.
+    ``batch_tokens``, their contexts within ``hbm_tokens``. The head is taken alone when it breaks the first two
+    by itself; 0 only where the head's context alone is longer than ``hbm_tokens``, which admission refuses.
     """
     shape: list[tuple[int, int]] = []
     new = context = 0

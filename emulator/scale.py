@@ -13,8 +13,6 @@ import msgspec
 
 __all__ = ["Scale"]
 
-BITS_PER_BYTE = 8
-
 
 class Scale(msgspec.Struct, frozen=True):
     """How a run is scaled. ``dilation`` is wall seconds per model second; 1 in virtual time."""
