@@ -340,14 +340,24 @@ def _notes(entry: dict[str, Any]) -> list[Text]:
     return notes
 
 
-def claim_run_dir(out: Path) -> None:
-    """Make ``out`` before a run begins. ConfigError where it holds a run or cannot be made."""
+def claim_run_dir(out: Path) -> tuple[Path, ...]:
+    """Make ``out`` before a run begins; return the directories that were made, it and its parents.
+
+    ConfigError where it cannot be made or written, or is not empty: whatever is in a run directory is the run's.
+    """
+    made = tuple(path for path in (out, *out.parents) if not os.path.lexists(path))
     try:
         out.mkdir(parents=True, exist_ok=True)
+        found = next(out.iterdir(), None)
     except OSError as error:
         raise ConfigError(f"--out {out}: cannot be made: {error.strerror}") from None
     if (out / "run.json").exists():
         raise ConfigError(f"--out {out}: holds a run already; name another directory or remove it")
+    if found is not None:
+        raise ConfigError(f"--out {out}: holds {found.name}; name an empty directory or a new one")
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out {out}: cannot be written; name another directory")
+    return made
 
 
 def write_run_dir(out: Path, run: FinishedRun) -> dict[str, Any]:
@@ -518,6 +528,9 @@ def _base(kind: type[S], row: msgspec.Struct) -> S:
 
 def _read(path: Path) -> bytes:
     try:
+        # Neither a pipe, which may never end, nor a device, which does not.
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path}: expected a regular file, one of a finished run")
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; expected a file of a finished run") from None

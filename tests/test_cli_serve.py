@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,41 @@ def test_a_run_directory_is_not_overwritten(tmp_path: Path, small: tuple[str, ..
     _json("sim", "1p1d", *small, "--out", str(tmp_path))
     done = _run("sim", "1p1d", *small, "--out", str(tmp_path))
     assert done.exit_code == 2 and str(tmp_path) in done.stderr
+
+
+def test_two_runs_are_not_kept_in_one_directory(tmp_path: Path, small: tuple[str, ...]) -> None:
+    """One path given twice would be written over itself."""
+    done = _run("sim", "1p1d", *small, "--path", "pe", "--path", "pe", "--out", str(tmp_path / "out"))
+    assert done.exit_code == 2 and "--path once" in done.stderr and not (tmp_path / "out").exists()
+
+
+@pytest.mark.root
+def test_only_what_was_made_for_a_run_is_given_away(
+    tmp_path: Path, small: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under sudo the caller owns the new directories and files; a directory that was there stays whose it is."""
+    monkeypatch.setenv("SUDO_UID", "1234")
+    monkeypatch.setenv("SUDO_GID", "1235")
+    out = tmp_path / "new" / "out"
+    _json("sim", "1p1d", *small, "--path", "pe", "--path", "de", "--out", str(out))
+    made = [out.parent, out, *out.rglob("*")]
+    assert len(made) > 10 and {(path.stat().st_uid, path.stat().st_gid) for path in made} == {(1234, 1235)}
+    there = tmp_path / "there"
+    there.mkdir()
+    _json("sim", "1p1d", *small, "--out", str(there))
+    assert there.stat().st_uid == tmp_path.stat().st_uid == 0
+
+
+@pytest.mark.parametrize("what", ["a FIFO", "a device", "a directory"])
+def test_decisions_that_are_no_file_are_refused_without_waiting(what: str, tmp_path: Path) -> None:
+    """Exit 2 and the name; a pipe nobody writes to and a device without an end are never read."""
+    path = Path("/dev/zero") if what == "a device" else tmp_path / "it"
+    if what == "a FIFO":
+        os.mkfifo(path)
+    elif what == "a directory":
+        (path / "decisions.jsonl").mkdir(parents=True)
+    done = _run("sim", "1p1d", "--decisions", str(path))
+    assert done.exit_code == 2 and str(path) in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

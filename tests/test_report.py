@@ -292,14 +292,16 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 def test_no_run_is_written_over_another(tmp_path: Path) -> None:
     """A directory that holds a run is refused before the next one begins; an empty or new one is not."""
     out = tmp_path / "deep" / "run"
-    report.claim_run_dir(out)
-    report.claim_run_dir(out)
+    assert report.claim_run_dir(out) == (out, out.parent)
+    assert report.claim_run_dir(out) == ()
     report.write_run_dir(out, finished())
     with pytest.raises(ConfigError, match="holds a run already"):
         report.claim_run_dir(out)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be made"):
         report.claim_run_dir(tmp_path / "file")
+    with pytest.raises(ConfigError, match="empty directory or a new one"):
+        report.claim_run_dir(tmp_path)
 
 
 def test_a_disk_that_takes_nothing_is_named(tmp_path: Path) -> None:

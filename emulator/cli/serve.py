@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import click
 import msgspec
 
 from ..config import ReplayConfig, RunConfig
+from ..errors import ConfigError
 from ..estimate import estimate
 from ..evidence import continuing_turns, expected_tokens
 from ..isolate import invoking_user
@@ -55,9 +56,13 @@ class _Job:
         replays = asked.replays()
         self.runs = [msgspec.structs.replace(base, replay=replay) for replay in replays]
         self._outs = [_out_of(asked.out, replay, alone=len(replays) == 1) for replay in replays]
+        if asked.out is not None and len(set(self._outs)) < len(self._outs):
+            raise ConfigError(
+                f"--out {asked.out}: give each --system and --path once, each has one directory there"
+            )
         for out in self._outs:
             if out is not None:
-                claim_run_dir(out)
+                _give_away(claim_run_dir(out))
         self._expected: dict[str, tuple[int, ...]] | None = None
         self.entries: list[dict[str, Any]] = []
         say_notes(notes)
@@ -80,7 +85,7 @@ class _Job:
             report = build_report(finished)
         else:
             report = write_run_dir(out, finished)
-            _give_away(out)
+            _give_away(out.iterdir())
         self.entries.append(run_entry(report, finished, out))
 
     def finish(self) -> int:
@@ -122,12 +127,12 @@ def _exit_code(entry: dict[str, Any]) -> int:
     return FAILED if requests["done"] < requests["total"] or not requests["total"] else 0
 
 
-def _give_away(out: Path) -> None:
-    """Under sudo, the run directory belongs to whoever called it."""
+def _give_away(made: Iterable[Path]) -> None:
+    """Under sudo, what was made for a run belongs to whoever called it; what was there before does not."""
     user = invoking_user(os.environ) if os.geteuid() == 0 else None
     if user is not None:
-        for path in (out, *out.iterdir()):
-            os.chown(path, *user)
+        for path in made:
+            os.chown(path, *user, follow_symlinks=False)
 
 
 def _say(text: str) -> None:
