@@ -23,6 +23,7 @@ import trio
 from ..errors import EmulatorError, PeerLost, ProtocolViolation, error_from_code
 from ..extent import Extent, gather, scatter
 from ..records import PortBytes, TransferBytes
+from .counter import Counter, Lost, closed
 from .flow import Engine, Message, Pipe, Port
 from .interface import (
     Endpoint,
@@ -42,8 +43,6 @@ __all__ = ["LANE_RULES", "FluidFabric", "FluidNetwork", "open_fluid"]
 
 Q = TypeVar("Q", bound=msgspec.Struct)
 A = TypeVar("A", bound=msgspec.Struct)
-Lost = Callable[[], Exception]
-"""Makes the error that a waiting task is to raise: one of its own for each."""
 
 LANE_RULES: Mapping[VirtualLane, LaneRule] = MappingProxyType(
     {
@@ -240,46 +239,7 @@ class _Posted(Message):
             meter.drop(now)
 
 
-class _Counter:
-    """A count that only grows, and those who wait for it to reach a value."""
-
-    def __init__(self) -> None:
-        self.value = 0
-        self._lost: Lost | None = None
-        self._waiting: dict[trio.lowlevel.Task, int] = {}
-
-    def bump(self) -> None:
-        self.value += 1
-        for task in [task for task, count in self._waiting.items() if count <= self.value]:
-            del self._waiting[task]
-            trio.lowlevel.reschedule(task)
-
-    def fail(self, lost: Lost) -> None:
-        """It will not grow any more: who waits for more is told why."""
-        if self._lost is None:
-            self._lost = lost
-            waiting, self._waiting = self._waiting, {}
-            for task in waiting:
-                trio.lowlevel.reschedule(task)
-
-    async def wait(self, count: int) -> None:
-        if count <= self.value or self._lost is not None:
-            await trio.lowlevel.checkpoint()
-        else:
-            task = trio.lowlevel.current_task()
-            self._waiting[task] = count
-
-            def abort(raise_cancel: object) -> trio.lowlevel.Abort:
-                del self._waiting[task]
-                return trio.lowlevel.Abort.SUCCEEDED
-
-            await trio.lowlevel.wait_task_rescheduled(abort)
-        if count > self.value:
-            assert self._lost is not None
-            raise self._lost()
-
-
-class _Tag(_Counter, Marks):
+class _Tag(Counter, Marks):
     """The marks of one tag at one node, and the nodes that send to it."""
 
     def __init__(self, forget: Callable[[_Tag], None]) -> None:
@@ -302,7 +262,7 @@ class _Stream(WriteStream):
         self._route = route
         self._segments = segments
         self._released = 0
-        self._placed = _Counter()
+        self._placed = Counter()
         self._under_way: dict[_Posted, None] = {}
         self._lost = False
         self._closed = False
@@ -338,7 +298,7 @@ class _Stream(WriteStream):
         self._closed = True
         for message in [m for m in self._under_way if m.drop()]:
             del self._under_way[message]
-        self._placed.fail(_closed)
+        self._placed.fail(closed)
         self._route.pair.sender.streams.pop(self, None)
         with trio.CancelScope(shield=True):
             if self._under_way:
@@ -555,7 +515,3 @@ def _end(extents: Sequence[Extent]) -> int:
 
 def _gone(node: str, *, definite: bool = False) -> Lost:
     return partial(PeerLost, f"node {node} is gone", definite=definite)
-
-
-def _closed() -> Exception:
-    return trio.ClosedResourceError("the stream was closed before")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
@@ -23,6 +24,7 @@ import trio
 
 from ..errors import EmulatorError, PeerLost, ProtocolViolation, error_from_code
 from ..extent import scatter
+from .counter import Counter
 from .interface import Endpoint, Marks, Region
 from .meter import Books
 from .sockets import close, receive_nowait, retransmits
@@ -45,58 +47,21 @@ LOWAT_BYTES = 4096
 _log = structlog.get_logger()
 
 
-class TagMarks(Marks):
+class TagMarks(Counter, Marks):
     """How many messages of one tag are in place, and who waits for more."""
 
     def __init__(self, table: MarkTable, tag: str) -> None:
+        super().__init__()
         self._table = table
         self._tag = tag
-        self._arrived = 0
-        self._error: EmulatorError | None = None
-        self._waiting: list[tuple[int, trio.Event]] = []
         self.senders: set[object] = set()
 
     @property
     def arrived(self) -> int:
-        return self._arrived
-
-    async def wait(self, count: int) -> None:
-        if self._arrived >= count:
-            await trio.lowlevel.checkpoint()
-            return
-        if self._error is None:
-            entry = (count, trio.Event())
-            self._waiting.append(entry)
-            try:
-                await entry[1].wait()
-            finally:
-                if entry in self._waiting:
-                    self._waiting.remove(entry)
-        else:
-            await trio.lowlevel.checkpoint()
-        if self._arrived < count:
-            assert self._error is not None
-            raise error_from_code(self._error.code, self._error.text, self._error.definite)
+        return self.value
 
     def forget(self) -> None:
         self._table.forget(self._tag)
-
-    def bump(self) -> None:
-        """One more message is in place."""
-        self._arrived += 1
-        if self._waiting:
-            self._wake(self._arrived)
-
-    def fail(self, error: EmulatorError) -> None:
-        """A sender of the tag is gone: nobody may wait for what is missing."""
-        self._error = error
-        self._wake(max((count for count, _ in self._waiting), default=0))
-
-    def _wake(self, upto: int) -> None:
-        due = [entry for entry in self._waiting if entry[0] <= upto]
-        self._waiting = [entry for entry in self._waiting if entry[0] > upto]
-        for _, event in due:
-            event.set()
 
 
 class MarkTable:
@@ -119,7 +84,7 @@ class MarkTable:
         """Fail the marks of every tag that ``sender`` has sent."""
         for marks in list(self._tags.values()):
             if sender in marks.senders:
-                marks.fail(error)
+                marks.fail(partial(error_from_code, error.code, error.text, error.definite))
 
 
 class ReceiveBuffer:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ import trio
 
 from ..errors import EmulatorError, PeerLost, ProtocolViolation, error_from_code
 from ..extent import Extent, gather
+from .counter import Counter, closed
 from .interface import Region, Segment, Target, WriteStream
 from .meter import Books
 from .sockets import SILENCE_S, Buffer, Outbox, close, retransmits
@@ -219,10 +222,9 @@ class PostedStream(WriteStream):
         self._pair = pair
         self._segments = segments
         self.region, self.tag = target.region.encode(), tag.encode()
-        self._released = self._begun = self._placed = 0
-        self._closed = self._over = False
-        self._error: EmulatorError | None = None
-        self._waiting: list[tuple[int, trio.Event]] = []
+        self._released = self._begun = 0
+        self._placed = Counter()
+        self._closed = self._lost = False
         pair.attach(self)
 
     def release(self, upto: int) -> None:
@@ -231,58 +233,37 @@ class PostedStream(WriteStream):
         if not self._released <= upto <= len(self._segments):
             raise ValueError(f"release({upto}): expected {self._released} to {len(self._segments)}")
         fresh = self._segments[self._released : upto]
-        if fresh and self._error is None:
+        if fresh and not self._lost:
             self._pair.post(self, fresh)
         self._released = upto
 
     @property
     def placed(self) -> int:
-        return self._placed
+        return self._placed.value
 
     async def wait_placed(self, upto: int) -> None:
         if not 0 <= upto <= len(self._segments):
             raise ValueError(f"wait_placed({upto}): the stream has {len(self._segments)} segments")
-        if self._placed >= upto:
-            await trio.lowlevel.checkpoint()
-            return
-        await self._settled(upto)
-        if self._placed < upto:
-            if self._error is None:
-                raise trio.ClosedResourceError("the stream was closed before")
-            raise error_from_code(self._error.code, self._error.text, self._error.definite)
+        await self._placed.wait(upto)
 
     async def aclose(self) -> None:
         self._closed = True
         if self._released > self._begun:
             self._pair.drop(self)
         with trio.CancelScope(shield=True):
-            while self._placed < self._begun and self._error is None:
+            while self.placed < self._begun and not self._lost:
                 before = self._pair.progress
-                with trio.move_on_after(SILENCE_S):
-                    await self._settled(self._begun)
-                if self._placed < self._begun and self._pair.progress == before:
+                with trio.move_on_after(SILENCE_S), suppress(EmulatorError):
+                    await self._placed.wait(self._begun)
+                if self.placed < self._begun and self._pair.progress == before:
                     self._pair.fail(PeerLost(f"{self._pair}: nothing moved for {SILENCE_S} s"))
             self.detach()
-            self._over = True
-            self._wake(len(self._segments))
+            self._placed.fail(closed)
             await trio.lowlevel.checkpoint()
 
     def detach(self) -> None:
         """Nothing of the stream is on its pair, nor will be."""
         self._pair.detach(self)
-
-    async def _settled(self, upto: int) -> None:
-        """Return once ``upto`` segments are in place, or no more of them will be."""
-        if self._error is not None or self._over:
-            await trio.lowlevel.checkpoint()
-            return
-        entry = (upto, trio.Event())
-        self._waiting.append(entry)
-        try:
-            await entry[1].wait()
-        finally:
-            if entry in self._waiting:
-                self._waiting.remove(entry)
 
     def on_begun(self) -> None:
         """The next queued message is being sent."""
@@ -290,21 +271,13 @@ class PostedStream(WriteStream):
 
     def on_placed(self) -> None:
         """The next begun message is in place."""
-        self._placed += 1
-        if self._waiting:
-            self._wake(self._placed)
+        self._placed.bump()
 
     def on_failed(self, error: EmulatorError) -> None:
         """The pair broke. What is not begun surely did not happen."""
-        definite = error.definite or self._begun == self._placed
-        self._error = error_from_code(error.code, error.text, definite)
-        self._wake(len(self._segments))
-
-    def _wake(self, upto: int) -> None:
-        due = [entry for entry in self._waiting if entry[0] <= upto]
-        self._waiting = [entry for entry in self._waiting if entry[0] > upto]
-        for _, event in due:
-            event.set()
+        self._lost = True
+        definite = error.definite or self._begun == self.placed
+        self._placed.fail(partial(error_from_code, error.code, error.text, definite))
 
 
 def _payload(memory: npt.NDArray[np.uint8], extents: Sequence[Extent], size_bytes: int) -> list[Buffer]:
