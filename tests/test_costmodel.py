@@ -90,6 +90,20 @@ def test_decode_of_a_lightly_loaded_engine_is_the_papers(model: str, tpot_s: flo
     assert_within(CostModel(load_shape(model)).decode_step_s([32_768]), tpot_s, rel=0.02)
 
 
+def test_attention_is_bound_by_flops_or_by_reading_kv() -> None:
+    """The larger of the two, worked by hand: DS 660B decodes by FLOPs, Qwen 32B reads its whole context."""
+    sparse, dense = CostModel(load_shape("ds660b")), CostModel(load_shape("qwen32b"))
+    context = 10_000
+    flops = 2 * 128 * (576 + 512) * 2048 + 2 * 64 * 128 * context
+    step = 61 * (flops / 410e12 + 280e-6) + 41.25e9 / 3e12
+    assert_within(sparse.decode_step_s([context]), step, rel=1e-12, what="a step bound by FLOPs")
+    step = 64 * (context * 4096 / 3e12 + 30e-6) + 64.1e9 / 3e12
+    assert_within(dense.decode_step_s([context]), step, rel=1e-12, what="a step bound by KV bytes")
+    assert_within(dense.attention_s([(context - 1, 1)]), 64 * context * 4096 / 3e12, rel=1e-12)
+    flops = 64 * 4 * 40 * 128 * sum(range(context + 1, context + 4097))
+    assert_within(dense.attention_s([(context, 4096)]), flops / 640e12, rel=1e-12)
+
+
 def _table(tmp_path: Path, text: str | bytes) -> Path:
     path = tmp_path / "costs.csv"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())

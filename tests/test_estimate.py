@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from emulator.estimate import estimate
 from emulator.metrics import jct_s
 from emulator.sim import simulate
-from emulator.workload import Workload
+from emulator.workload import Stream, Trajectory, Turn, Workload
 from tests.clusters import config, conversation
 from tests.within import assert_within
 
@@ -43,6 +43,18 @@ def test_one_path_reads_through_half_of_the_nics(path: str) -> None:
     load = Workload(tuple(conversation(f"t{at}", (5000, 1), (64, 1)) for at in range(8)))
     both, one = (estimate(config(agents=8, path=p, warm=True), load) for p in ("auto", path))
     assert_within(one.storage_s, 2 * both.storage_s, rel=1e-12, what="storage bound")
+
+
+def test_a_turn_reads_what_its_own_past_has_left() -> None:
+    """A warm first prompt but its last token, then whole blocks of the context before, within the prompt."""
+    run = config(agents=1)
+    block_s = estimate(config(agents=1, warm=True), Workload((conversation("t", (65, 1)),))).storage_s
+    assert block_s > 0
+    grown, rewound = Turn(640, 64, arrival_s=0.0), Turn(129, 1)
+    load = Workload((Trajectory("t", (grown, Turn(800, 1), rewound), (Stream((801,), (1,)),)),))
+    for warm, blocks in ((False, 11 + 2), (True, 9 + 11 + 2)):
+        bound = estimate(msgspec.structs.replace(run, replay=msgspec.structs.replace(run.replay, warm=warm)), load)
+        assert_within(bound.storage_s, blocks * block_s, rel=1e-12, what="seconds of reading")
 
 
 def test_advice_follows_what_binds() -> None:

@@ -196,6 +196,8 @@ def test_goodput_counts_what_meets_every_limit() -> None:
     assert figure is not None
     assert figure.share == 2 / 4
     assert_within(figure.rate_rps, 2 / 9.1, rel=1e-9)
+    unserved = metrics.goodput(run(at, request(status="failed", error="refused")), slo)
+    assert unserved is not None and unserved.share == 1 / 2
 
 
 def test_ratios_weigh_tokens() -> None:

@@ -206,19 +206,51 @@ def test_think_time_and_delay_are_seconds_before_the_next_turn(tmp_path: Path) -
     assert [turn.think_s for turn in _mooncake(tmp_path, rows).trajectories[0].turns] == [0.0, 0.25]
 
 
-@given(st.permutations(range(6)))
+def _timed(trace_format: str, rows: list[tuple[int, int]]) -> str:
+    """A trace of (second, prompt tokens) rows."""
+    if trace_format == "azure":
+        lines = [f"2024-05-10 00:00:{second:02},{tokens},1" for second, tokens in rows]
+        return "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines])
+    if trace_format == "weka":
+        return json.dumps(_weka([_request(tokens, [], t=second) for second, tokens in rows]))
+    moon = [{"timestamp": 1000 * second, "input_length": tokens, "output_length": 1} for second, tokens in rows]
+    return "\n".join(map(json.dumps, moon))
+
+
+@pytest.mark.parametrize("trace_format", ["mooncake", "mooncake-delta", "azure", "weka"])
+@given(order=st.permutations(range(6)))
 @settings(max_examples=30, deadline=None)
-def test_rows_out_of_order_are_sorted_stably_and_counted(folder: Path, order: list[int]) -> None:
+def test_rows_out_of_order_are_sorted_stably_and_counted(
+    folder: Path, trace_format: str, order: list[int]
+) -> None:
     """Equal timestamps keep the file's order; every row that comes after a later one is counted."""
-    times = [0.0, 10.0, 10.0, 20.0, 20.0, 30.0]
-    path = folder / "shuffled.jsonl"
-    rows = [{"timestamp": times[at], "input_length": at + 1, "output_length": 1} for at in order]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = read_trace(path, "mooncake")
-    arrived = [t.turns[0].prompt_tokens - 1 for t in result.workload.trajectories]
+    times = [0, 10, 10, 20, 20, 30]
+    path = folder / f"shuffled.{trace_format}"
+    path.write_text(_timed(trace_format, [(times[at], at + 1) for at in order]))
+    result = read_trace(path, trace_format)
+    arrived = [turn.prompt_tokens - 1 for t in result.workload.trajectories for turn in t.turns]
     assert arrived == sorted(order, key=times.__getitem__)
     late = sum(times[at] < max(times[before] for before in order[: place + 1]) for place, at in enumerate(order))
     assert result.notes.get("out_of_order", 0) == late
+
+
+@pytest.mark.parametrize("trace_format", ["mooncake", "mooncake-delta", "azure"])
+def test_a_replay_starts_with_the_first_row(tmp_path: Path, trace_format: str) -> None:
+    """Whatever the time of day: arrivals are seconds after the earliest."""
+    path = tmp_path / "late"
+    path.write_text(_timed(trace_format, [(50, 1), (57, 2), (59, 3)]))
+    trajectories = read_trace(path, trace_format).workload.trajectories
+    assert [t.turns[0].arrival_s for t in trajectories] == [0.0, 7.0, 9.0]
+
+
+def test_a_shorter_prompt_without_ids_continues_nothing(tmp_path: Path) -> None:
+    """Where no id tells what is shared, a prompt that shrinks is another text; one that grows is the same."""
+    path = tmp_path / "s.json"
+    path.write_text(json.dumps(_weka([_request(60, []), _request(63, []), _request(50, [])])))
+    (trajectory,) = read_trace(path, "weka").workload.trajectories
+    grown, shrunk = trajectory.prompt(1), trajectory.prompt(2)
+    assert np.array_equal(grown[:60], trajectory.prompt(0))
+    assert not np.array_equal(grown[:50], shrunk)
 
 
 def test_azure_rows_arrive_relative_to_the_earliest(tmp_path: Path) -> None:
@@ -325,6 +357,11 @@ _ROW = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1
             "mooncake",
             _ROW.replace("600", "1024").replace("[1, 2]", "[1]"),
             ":2: 1 hash_ids for 1024 tokens: expected 2 blocks",
+        ),
+        (
+            "mooncake",
+            _ROW.replace("600", "1024").replace("[1, 2]", "[1, 2, 3]"),
+            ":2: 3 hash_ids for 1024 tokens: expected 2 blocks",
         ),
         ("mooncake", _ROW.replace("[1, 2]", "[1, -2]"), ":2: hash id -2"),
         ("mooncake", _ROW[:-1], ":2: "),

@@ -130,8 +130,8 @@ class Region:
             memory = mmap.mmap(-1, size_bytes, flags=flags)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"memory {name} of {size_bytes} bytes: this host cannot map it ({error}); it takes smaller buffers,"
-                " blocks or kv_bytes"
+                f"memory {name} of {size_bytes} bytes: this host cannot map it ({error}); it takes smaller"
+                " buffers, blocks or kv_bytes"
             ) from None
         return cls(name, np.frombuffer(memory, dtype=np.uint8))
 
