@@ -31,12 +31,12 @@ import structlog
 import trio
 
 from topology.errors import TopologyError
-from topology.netns import realise
+from topology.netns import port_plans, realise
 from topology.spec import AddressPlan
 
 from . import control, isolate
 from .config import RunConfig
-from .errors import EmulatorError, ProtocolViolation
+from .errors import ConfigError, EmulatorError, ProtocolViolation
 from .logs import configure_logs
 from .nodeprocess import NodeProcess
 from .plan import cluster_spec, emulated_rates, model_file
@@ -149,6 +149,12 @@ class _Supervisor:
 
     def prepare(self) -> None:
         """All that must come before trio. Everything taken is given back by the exit stack."""
+        spec, rates = cluster_spec(self._run), emulated_rates(self._run)
+        try:
+            port_plans(spec, rates)
+        except TopologyError as error:
+            # The user's rates, not the kernel.
+            raise ConfigError(error.text) from None
         directory = ClusterDir(Path(self._request.root), self._request.cluster)
         claim = self._claim = _claim(directory)
         self._stack.callback(claim.release)
@@ -178,8 +184,7 @@ class _Supervisor:
                 opened.callback(os.close, holders[node.name])
             _report(control.Stage("making the network"))
             before_s = time.monotonic()
-            spec = cluster_spec(self._run)
-            self._network = realise(spec, AddressPlan(spec), emulated_rates(self._run), holders)
+            self._network = realise(spec, AddressPlan(spec), rates, holders)
         self._stack.callback(self._network.close)
         self._network_s = time.monotonic() - before_s
         log.info("network_ready", seconds=round(self._network_s, 3))

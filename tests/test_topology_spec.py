@@ -177,7 +177,10 @@ def test_names_up_to_32_characters_are_kept(length: int) -> None:
 def test_a_rate_that_is_none_names_its_key(tmp_path: Path, key: str, value: str) -> None:
     """Refused with file, line and key path; never clamped."""
     path = write(tmp_path, f"[cluster]\npe_nodes = 1\nde_nodes = 1\n[network]\n{key} = {value}\n")
-    assert refusal(path).startswith(f"{path}:5: network.{key} = ")
+    text = refusal(path)
+    assert text.startswith(f"{path}:5: network.{key} = ")
+    # What looks like a number is shown to be a string.
+    assert not value.startswith('"') or "= '400':" in text
 
 
 @pytest.mark.parametrize("key", ["pe_nodes", "de_nodes", "gpus_per_node", "storage_nodes"])
@@ -230,6 +233,11 @@ def test_tables_of_others_are_ignored(tmp_path: Path) -> None:
         ("[cluster]\npe_nodes = 1\npe_nodes = 2\n", ": not TOML: Cannot overwrite a value (at line 3"),
         (GOOD + "[lanes]\nhigh = 0.99\nkv = 0.02\n", ": lanes: high + kv + control"),
         (GOOD + "[lanes]\nhigh = 2\n", ":9: lanes.high = 2: expected a share"),
+        (
+            GOOD.replace("de_nodes = 2", "de_nodes = 2\ngpus_per_node = 25"),
+            ":5: cluster.gpus_per_node = 25: the address",
+        ),
+        (GOOD.replace("de_nodes = 2", "de_nodes = 300"), ":1: cluster: 305 nodes"),
         (GOOD + "storage_gbps = 1\n", ":8: network.storage_gbps = 1: 2 storage links offer 2 Gb/s together"),
     ],
 )

@@ -36,7 +36,7 @@ from .netlink import NetlinkError, Request, RouteSocket
 from .rtnl import KernelObject
 from .spec import AddressPlan, ClusterSpec
 
-__all__ = ["Network", "realise"]
+__all__ = ["Network", "port_plans", "realise"]
 
 _GROUP = 1
 _BRIDGE_INDEX = 100
@@ -183,7 +183,7 @@ def realise(
     without the kernel is refused first. TopologyError, with everything undone, when the kernel refuses or
     does something else.
     """
-    ports = _port_plans(spec, rates)
+    ports = port_plans(spec, rates)
     missing = [node.name for node in spec.nodes if node.name not in holders]
     if missing:
         raise TopologyError(f"{missing[0]}: no network namespace was given for this node")
@@ -213,8 +213,11 @@ def realise(
         raise
 
 
-def _port_plans(spec: ClusterSpec, rates: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], PortPlan]:
-    """The HTB tree of every shaped NIC; everything about rates and sizes that can be refused beforehand."""
+def port_plans(spec: ClusterSpec, rates: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], PortPlan]:
+    """The HTB tree of every shaped NIC, (node, NIC) -> plan. Pure.
+
+    TopologyError for all about rates and sizes that can be refused before anything is made.
+    """
     plans: dict[tuple[str, str], PortPlan] = {}
     per_switch = {"cnic": 0, "snic": 0}
     for port in spec.ports():

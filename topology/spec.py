@@ -285,7 +285,9 @@ def _read(path: Path, given: str) -> ClusterSpec:
             raise TopologyError(source.located(error.text)) from None
     fields.setdefault("name", path.stem)
     try:
-        return ClusterSpec(**fields, lanes=LaneShares(**lanes))
+        spec = ClusterSpec(**fields, lanes=LaneShares(**lanes))
+        AddressPlan(spec)
+        return spec
     except TopologyError as error:
         raise TopologyError(source.located(error.text)) from None
 
@@ -374,13 +376,13 @@ def _line_of(text: str, table: tuple[str, ...], key: str) -> int | None:
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise TopologyError(
-            f"cluster.name = {_shown(name)}: expected 1 to 32 of a-z, 0-9, _ and -, the first a letter or digit"
+            f"cluster.name = {_value(name)}: expected 1 to 32 of a-z, 0-9, _ and -, the first a letter or digit"
         )
 
 
 def _check_count(path: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_COUNT:
-        raise TopologyError(f"{path} = {_shown(value)}: expected a whole number from 1")
+        raise TopologyError(f"{path} = {_value(value)}: expected a whole number from 1 to {_MAX_COUNT}")
 
 
 def _check_rate(path: str, value: object) -> None:
@@ -391,7 +393,7 @@ def _check_rate(path: str, value: object) -> None:
         except OverflowError:
             ok = False
     if not ok:
-        raise TopologyError(f"{path} = {_shown(value)}: expected a positive, finite number of Gb/s")
+        raise TopologyError(f"{path} = {_value(value)}: expected a positive, finite number of Gb/s")
 
 
 def _exists(given: str) -> bool:
@@ -399,6 +401,11 @@ def _exists(given: str) -> bool:
         return os.path.lexists(given)
     except ValueError:
         return False
+
+
+def _value(value: object) -> str:
+    """A value for an error's one line, a string in quotes: "400" is not the number 400."""
+    return _shown(ascii(value) if isinstance(value, str) and not value.isprintable() else repr(value))
 
 
 def _shown(value: object) -> str:

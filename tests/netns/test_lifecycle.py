@@ -291,6 +291,16 @@ def test_a_full_disk_stops_cleanly(host: Host) -> None:
     assert 1 in outcomes
 
 
+@pytest.mark.parametrize("rate", ["1e-9", "1e-300", "1e15", "1e300"])
+def test_a_rate_that_the_kernel_cannot_have_is_the_files_fault(host: Host, tmp_path: Path, rate: str) -> None:
+    """Exit 2 and one line that names the key; nothing is made, not even a directory."""
+    path = tmp_path / "x.toml"
+    path.write_text(f"[cluster]\npe_nodes = 1\nde_nodes = 1\ngpus_per_node = 1\n[network]\nsnic_gbps = {rate}\n")
+    done = host.run("up", str(path), code=2)
+    assert "network.snic_gbps" in done.stderr and done.stderr.count("\n") == 1
+    assert not host.root.exists() and not host.processes()
+
+
 @pytest.mark.parametrize("command", [("up", "1p1d"), ("run", "1p1d", "--agents", "1")])
 def test_a_place_for_state_that_is_none_is_one_line(tmp_path: Path, command: tuple[str, ...]) -> None:
     """Read-only, a file, below a file: `up` and `run` fail with the path and the reason, and start nothing."""
