@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -340,3 +341,72 @@ def test_the_same_seed_gives_the_same_report(tmp_path: Path) -> None:
         assert report.read_run_dir(tmp_path / name) == made
     one, other = ((tmp_path / name / "report.json").read_bytes() for name in "ab")
     assert one == other
+
+
+def _summary(values: list[float]) -> dict[str, float]:
+    """What numpy makes of the values."""
+    points = {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 95, 99)}
+    return {"mean": float(np.mean(values)), **points, "max": max(values), "count": len(values)}
+
+
+def _assert_same(got: dict[str, float], expected: dict[str, float], what: str) -> None:
+    assert got.keys() == expected.keys()
+    for key, value in expected.items():
+        assert_within(got[key], float(value), rel=1e-9, what=f"{what} {key}")
+
+
+@pytest.mark.parametrize("path", ["pe", "de", "auto"])
+def test_figures_are_what_the_rows_on_disk_say(tmp_path: Path, path: str) -> None:
+    """Latencies, their parts, hits and step bytes, computed anew from requests.jsonl with numpy."""
+    agents = (
+        conversation("a", (900, 20), (70, 5)),
+        conversation("b", (200, 9), (64, 0), (3, 1)),
+        conversation("c", (64, 1)),
+    )
+    config, workload = small_config(path=path, agents=3, warm=True), Workload(agents)
+    setup = report.setup_of(config, "fluid")
+    run = Evidence(setup=setup, records=simulate(config, workload), expected=expected_tokens(config, workload))
+    written = report.write_run_dir(
+        tmp_path, finished(config=config, fabric="fluid", evidence=run, verdict=judge_virtual(), kernel=None)
+    )
+    rows = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
+    told = [row for row in rows if row["output_tokens"]]
+    paced = [row for row in told if row["output_tokens"] > 1]
+    figures = {
+        "ttft_s": [row["first_token_s"] - row["arrived_s"] for row in told],
+        "e2e_s": [row["last_token_s"] - row["arrived_s"] for row in told],
+        "tpot_s": [(row["last_token_s"] - row["first_token_s"]) / (row["output_tokens"] - 1) for row in paced],
+        "itl_s": [gap for row in paced for gap, count in row["token_gaps"] for _ in range(count)],
+        "ttst_s": [row["token_gaps"][0][0] for row in paced],
+        "itl_max_s": [max(gap for gap, _ in row["token_gaps"]) for row in paced],
+    }
+    for name, values in figures.items():
+        _assert_same(written[name], _summary(values), name)
+    t0_s = json.loads((tmp_path / "run.json").read_text())["t0_s"]
+    ratios = {"jct_s": max(row["last_token_s"] for row in told) - t0_s}
+    stamps = ("arrived_s", "eligible_s", "scheduled_s", "allocated_s", "read_s", "computed_s", "transferred_s")
+    spent = np.diff([[row[name] for name in (*stamps, "first_token_s")] for row in told]).mean(axis=0)
+    parts = dict(
+        zip(("scheduling", "reading", "prefill", "transfer", "first_decode"), spent[[1, 3, 4, 5, 6]], strict=True)
+    )
+    _assert_same(written["ttft_breakdown_s"], parts | {"allocating": spent[0] + spent[2]}, "parts of TTFT")
+    ratios["reading_share"] = parts["reading"] / spent.sum()
+    hit, prompt = (sum(row[name] for row in rows) for name in ("hit_tokens", "prompt_tokens"))
+    ratios["hit_ratio"] = hit / prompt
+    _assert_same({name: written[name] for name in ratios}, ratios, "a ratio")
+    token_bytes = 61 * 704
+    by_path = {
+        side: [sum(row[name] for row in rows if row["path"] == side) for name in ("hit_tokens", "prompt_tokens")]
+        for side in ("pe", "de")
+    }
+    for step, moved in {
+        **dict.fromkeys(("pe1", "pe2", "pe3", "pe4"), by_path["pe"][0]),
+        **dict.fromkeys(("pe5", "pe6", "pe7", "pe8", "pe9"), by_path["pe"][1]),
+        **dict.fromkeys(("de1", "de2", "de3", "de4", "de5"), by_path["de"][0]),
+        **dict.fromkeys(("de6", "de7"), by_path["de"][1]),
+        "de_miss": by_path["de"][1] - by_path["de"][0],
+        "persist": sum(
+            (row["prompt_tokens"] + row["output_tokens"]) // 64 * 64 - row["hit_tokens"] for row in rows
+        ),
+    }.items():
+        assert written["steps_bytes"][step] == moved * token_bytes, step
