@@ -15,6 +15,7 @@ from topology.spec import AddressPlan, ClusterSpec
 
 from .config import EngineConfig, Member, ModelConfig, ReplayConfig, RunConfig, ScaleConfig
 from .deployment import Deployment
+from .errors import ConfigError
 
 __all__ = ["cluster_spec", "emulated_rates", "members_of", "model_file", "run_config"]
 
@@ -59,11 +60,17 @@ def model_file(model: ModelConfig) -> Path | None:
 def _absolute(model: ModelConfig) -> ModelConfig:
     """Other processes stand in other directories."""
     own = model_file(model)
-    return msgspec.structs.replace(
-        model,
-        name=model.name if own is None else os.path.abspath(own),
-        costs=os.path.abspath(model.costs) if model.costs else "",
-    )
+    try:
+        return msgspec.structs.replace(
+            model,
+            name=model.name if own is None else os.path.abspath(own),
+            costs=os.path.abspath(model.costs) if model.costs else "",
+        )
+    except FileNotFoundError:
+        named = " and ".join(str(given) for given in (own, model.costs) if given)
+        raise ConfigError(
+            f"model {named}: there is no working directory any more; give an absolute path"
+        ) from None
 
 
 def cluster_spec(run: RunConfig) -> ClusterSpec:

@@ -71,6 +71,26 @@ def test_bad_values_are_refused_by_name(tmp_path: Path, text: str, says: str) ->
     assert "\n" not in caught.value.text
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "quota = 1",
+        "quota_s = 'x'",
+        "quota_s = nan",
+        "batch_tokens = 0",
+        "batch_tokens = true",
+        "de_buffer_gb = []",
+    ],
+)
+def test_a_mistake_is_told_with_its_line(tmp_path: Path, line: str) -> None:
+    """Unknown, of a wrong type, out of range: file, line, table and key."""
+    path = tmp_path / "x.toml"
+    path.write_text(f"[scale]\n\n[engine]\nblock_tokens = 32\n{line}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert caught.value.text.startswith(f"{path}:5: engine.{line.split(maxsplit=1)[0]}")
+
+
 def test_a_run_crosses_processes_unchanged() -> None:
     """Encoding and decoding a RunConfig is the identity."""
     run = config(agents=3, path="de")

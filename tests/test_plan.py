@@ -79,3 +79,15 @@ def test_files_of_the_users_are_found_from_anywhere(tmp_path: Path, monkeypatch:
     assert (model.name, model.costs) == (str(tmp_path / "mine.toml"), str(tmp_path / "costs.csv"))
     assert model_file(model) == tmp_path / "mine.toml"
     assert model_file(ModelConfig()) is None
+
+
+def test_a_relative_file_needs_a_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the working directory was deleted, a relative model or cost file is refused by its name."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    spec = ClusterSpec(name="x", pe_nodes=1, de_nodes=1)
+    for model in (ModelConfig(name="mine.toml"), ModelConfig(costs="mine.csv")):
+        with pytest.raises(ConfigError, match=r"mine.*absolute path"):
+            run_config(spec, EngineConfig(), model, ScaleConfig())

@@ -35,6 +35,7 @@ __all__ = [
     "NicSpec",
     "NodeSpec",
     "Port",
+    "line_of",
     "load_topology",
 ]
 
@@ -329,7 +330,7 @@ class _Source(NamedTuple):
 
     def at(self, table: tuple[str, ...], key: str) -> str:
         """``file:line`` of a key, or the file alone where the key cannot be found by its looks."""
-        number = _line_of(self.text, table, key)
+        number = line_of(self.text, table, key)
         return f"{self.shown}:{number}" if number else self.shown
 
     def located(self, text: str) -> str:
@@ -355,7 +356,7 @@ class _Source(NamedTuple):
         return f"{self.at(table, key)}: {_shown('.'.join((*table, key)))}: unknown {what}; {hint}"
 
 
-def _line_of(text: str, table: tuple[str, ...], key: str) -> int | None:
+def line_of(text: str, table: tuple[str, ...], key: str) -> int | None:
     """The line on which ``key`` of ``table`` stands, for the plain ways of writing TOML."""
     quoted = rf"""(?:"{re.escape(key)}"|'{re.escape(key)}'|{re.escape(key)})"""
     dotted = re.escape(".".join((*table, key)))
