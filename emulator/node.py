@@ -30,9 +30,18 @@ def main(argv: list[str]) -> None:
     # The first order says that the links are there; the end of the input says that nobody is.
     select.select([0], [], [])
 
-    import trio
+    try:
+        import trio
 
-    from .station import serve_station
+        from .station import serve_station
+    except (ImportError, PermissionError) as error:
+        if not user:
+            raise
+        # Under sudo, root's own Python may be closed to the caller. The last line of the log is what `up` says.
+        sys.exit(
+            f"uid {user[0]}, who called sudo, cannot load the emulator from {sys.prefix} ({error});"
+            " let that user read it, and the Python it is made from, or run emulate as root without sudo"
+        )
 
     trio.run(serve_station, name)
 

@@ -120,3 +120,17 @@ def test_a_process_with_threads_is_not_isolated() -> None:
     finally:
         go_on.set()
         thread.join()
+
+
+@pytest.mark.root
+def test_a_node_whose_user_cannot_load_it_says_who_and_what() -> None:
+    """One line, the user and the place; a node that is nobody else's shows its traceback."""
+    program = "import sys\nfrom emulator.node import main\nsys.path[:] = []\nmain(sys.argv[1:])"
+    said = []
+    for user in (("65534", "65534"), ()):
+        argv = [sys.executable, "-c", program, "pe0", *user]
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        said.append(done.stderr)
+    assert "uid 65534" in said[0] and sys.prefix in said[0] and said[0].count("\n") == 1
+    assert said[1].startswith("Traceback")
