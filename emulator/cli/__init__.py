@@ -113,7 +113,7 @@ class _Group(click.Group):
 def _open_standard_streams() -> None:
     """Make a closed standard stream the null device: no pipe or file of ours may get its number."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
+        os.set_inheritable(fd, True)
     os.close(fd)
     for name, number in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:

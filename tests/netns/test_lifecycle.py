@@ -319,6 +319,16 @@ def test_a_place_for_state_that_is_none_is_one_line(tmp_path: Path, command: tup
         subprocess.run(["umount", frozen], check=True)
 
 
+def test_a_cluster_needs_no_standard_streams(host: Host) -> None:
+    """`up`, `exec` and `down` from where all three are closed, as a daemon's may be: they do their work."""
+    for command, code in (("up 1p1d", 0), ("exec pe0 -- cat", 0), ("exec pe0 -- false", 1), ("down", 0)):
+        script = f'exec "$0" -m emulator {command} <&- >&- 2>&-'
+        environment = os.environ | {"EMULATE_STATE_DIR": str(host.root)}
+        done = subprocess.run(["sh", "-c", script, sys.executable], env=environment, check=False, timeout=60)
+        assert done.returncode == code, command
+    assert host.quiet()
+
+
 def test_the_largest_preset_is_quick(host: Host) -> None:
     """2P4D: everything ready in 10 s, down in 2 s."""
     assert host.json("up", "2p4d")["total_s"] <= 10
