@@ -9,6 +9,8 @@ other error, of whichever node, ends the run.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -102,6 +104,7 @@ class Client:
                     raise ConfigError(f"request {name}: {error.text}; cut the trace with --max-len") from None
         if decisions is not None:
             self._check_decisions(decisions, turns)
+            _check_order(decisions, workload)
 
     def _check_decisions(self, decisions: Decisions, turns: Mapping[str, Turn]) -> None:
         """Whatever would leave an engine waiting for a batch that can never be complete is refused here."""
@@ -263,6 +266,36 @@ class _Agent:
         await trio.lowlevel.checkpoint()
         if index < len(self.trajectory.turns):
             self.ids(index)
+
+
+def _check_order(decisions: Decisions, workload: Workload) -> None:
+    """ConfigError for an order that no run can have had, in which something would wait for what comes after it.
+
+    In a run, decisions follow each other, an engine's batches follow each other and their requests' decisions,
+    and a turn is decided after its predecessor's batch.
+    """
+    order: TopologicalSorter[str | int] = TopologicalSorter()
+    for earlier, later in pairwise(decisions.requests):
+        order.add(later.request, earlier.request)
+    batch_of: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for place, batch in enumerate(decisions.batches):
+        order.add(place, *batch.requests, *([last[batch.engine]] if batch.engine in last else []))
+        last[batch.engine] = place
+        for name in batch.requests:
+            if name in batch_of:
+                raise ConfigError(f"--decisions: request {name} is in batches twice; take a run's own file")
+            batch_of[name] = place
+    for trajectory in workload.trajectories:
+        names = [
+            name for turn in range(len(trajectory.turns)) if (name := request_id(trajectory, turn)) in batch_of
+        ]
+        for before, name in pairwise(names):
+            order.add(name, batch_of[before])
+    try:
+        order.prepare()
+    except CycleError:
+        raise ConfigError("--decisions: not in the order of any run; take a run's own file") from None
 
 
 def request_id(trajectory: Trajectory, turn: int) -> str:

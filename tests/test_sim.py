@@ -37,6 +37,9 @@ def _decisions(records: RunRecords) -> Decisions:
     )
 
 
+_RECORDED = _decisions(simulate(config(agents=3, path="pe"), _mixed()))
+
+
 @pytest.mark.parametrize("path", ["pe", "de", "auto"])
 @pytest.mark.parametrize("warm", [False, True])
 def test_both_paths_serve_every_request_and_break_nothing(path: str, warm: bool) -> None:
@@ -118,6 +121,22 @@ def test_a_run_with_refusals_is_repeated_with_them() -> None:
     again = simulate(config(agents=2, engine={"de_buffer_gb": 0.05}, seed=3), load, _decisions(first))
     assert [r.status for r in again.requests] == [r.status for r in first.requests]
     assert _decisions(again) == msgspec.structs.replace(_decisions(again), requests=_decisions(first).requests)
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_decisions_in_any_order_are_repeated_or_refused(data: st.DataObject) -> None:
+    """However a file was shuffled, or a batch repeated: it is refused at once, or every request is served."""
+    recorded = _RECORDED
+    requests = data.draw(st.one_of(st.just(recorded.requests), st.permutations(recorded.requests)))
+    batches = data.draw(st.one_of(st.just(recorded.batches), st.permutations(recorded.batches)))
+    again = data.draw(st.lists(st.sampled_from(recorded.batches), max_size=1))
+    try:
+        records = simulate(config(agents=3, path="pe"), _mixed(), Decisions(tuple(requests), (*batches, *again)))
+    except ConfigError as error:
+        assert error.text.startswith("--decisions: ") and "\n" not in error.text
+        return
+    assert all(r.status == "done" for r in records.requests)
 
 
 def test_decisions_of_a_larger_topology_are_refused() -> None:
