@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
-from ..config import ReplayConfig, RunConfig, load_config
+from ..config import ReplayConfig, RunConfig
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ def load_run(
     from topology.spec import PRESETS, load_topology
 
     from ..plan import run_config
+    from ..settings import load_config
 
     spec: ClusterSpec = load_topology(topology)
     engine, models, scale = load_config(None if topology in PRESETS else Path(topology))
