@@ -15,6 +15,7 @@ __all__ = [
     "Refused",
     "StoreError",
     "error_from_code",
+    "leaf_errors",
     "reported",
 ]
 
@@ -77,16 +78,17 @@ def reported(error: BaseException) -> EmulatorError | None:
 
     A lost peer is mostly the echo of what went wrong over there, so another reported error comes first.
     """
-    leaves = _leaves(error)
+    leaves = leaf_errors(error)
     known = [leaf for leaf in leaves if isinstance(leaf, EmulatorError)]
     if not known or len(known) < len(leaves):
         return None
     return next((leaf for leaf in known if not isinstance(leaf, PeerLost)), known[0])
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
+def leaf_errors(error: BaseException) -> list[BaseException]:
+    """The errors of a group and of the groups in it; of a single error, itself."""
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+        return [leaf for inner in error.exceptions for leaf in leaf_errors(inner)]
     return [error]
 
 

@@ -158,6 +158,9 @@ class Scheduler:
                 "de": self._read_queue[engine_node(de)],
             }
             path = policy.choose_path(queues, request.request, replay.seed)
+            if hit > self._deployment.limits.pe_buffer_blocks:
+                # The DE's buffer takes the whole prompt in any case, so the other side can still read.
+                path = "de"
         return Decision(request.request, pe, de, path, hit)
 
     def _replayed(self, request: Submit, recorded: _Recorded) -> tuple[int, Decision]:

@@ -26,7 +26,7 @@ from topology.spec import AddressPlan
 
 from . import control, workload
 from .config import RunConfig
-from .errors import EmulatorError, PeerLost, ProtocolViolation
+from .errors import EmulatorError, PeerLost, ProtocolViolation, leaf_errors
 from .fabric.interface import Endpoint, Fabric, Side, VirtualLane
 from .fabric.wallclock import WallClock
 from .logs import configure_logs
@@ -72,19 +72,13 @@ def fault_of(error: BaseException) -> EmulatorError:
     A lost peer is mostly the echo of what went wrong over there. A defect becomes an EmulatorError whose
     text names the exception; its traceback is the log's.
     """
-    leaves = _leaves(error)
+    leaves = leaf_errors(error)
     for leaf in leaves:
         if not isinstance(leaf, EmulatorError | trio.Cancelled):
             return EmulatorError(f"{type(leaf).__name__}: {leaf}")
     reported = [leaf for leaf in leaves if isinstance(leaf, EmulatorError)]
     causes = [leaf for leaf in reported if not isinstance(leaf, PeerLost)] or reported
     return causes[0] if causes else EmulatorError("cancelled")
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]
 
 
 def lateness_summary(lateness_s: Sequence[float]) -> tuple[float, float, float]:

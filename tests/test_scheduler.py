@@ -93,6 +93,17 @@ def test_a_forced_path_is_taken(path: str) -> None:
     _run(body, path=path)
 
 
+def test_a_hit_beyond_the_pe_buffer_is_read_on_the_other_side() -> None:
+    """Left to choose, no request is refused for a buffer that it need not use."""
+
+    async def body(scheduler: Scheduler) -> None:
+        await scheduler.committed(Committed(join_ids(IDS)))
+        paths = {(await scheduler.submit(_ask(str(at)))).decision.path for at in range(6)}
+        assert paths == {"de"}
+
+    _run(body, engine={"pe_buffer_gb": 0.02})
+
+
 def test_a_refused_request_leaves_no_trace() -> None:
     """Its load is not booked and it is not among the decisions."""
 
