@@ -157,9 +157,9 @@ def test_nodes_have_no_privileges_and_networks_of_their_own(up: Host) -> None:
 def test_the_killed_supervisor_takes_all_along(host: Host) -> None:
     """kill -9 of the supervisor with one node stopped: every process is gone in 2 s, and `up` works at once.
 
-    Three times without a pause; no network namespace survives its node.
+    Twenty times without a pause; no network namespace survives its node.
     """
-    for _ in range(3):
+    for _ in range(20):
         host.run("up", "1p1d")
         cluster = host.cluster("1p1d")
         processes = host.processes()
@@ -339,7 +339,7 @@ def test_the_largest_preset_is_quick(host: Host) -> None:
 
 
 def test_an_idle_node_lives_on(up: Host) -> None:
-    """No node's life hangs on the thread that started it: trio gives an idle thread 10 s, these are older."""
+    """No node's life hangs on the thread that started it: trio gives an idle thread 10 s, these live for 30."""
     nodes = up.cluster("shared")["nodes"].values()
     ticks_s = os.sysconf("SC_CLK_TCK")
 
@@ -347,7 +347,7 @@ def test_an_idle_node_lives_on(up: Host) -> None:
         youngest = max(process.start_ticks for pid in nodes if (process := ProcessId.of(pid)))
         return time.clock_gettime(time.CLOCK_BOOTTIME) - youngest / ticks_s
 
-    _await(lambda: age_s() > 12.0)
+    _await(lambda: age_s() > 30.0, within_s=40.0)
     assert all(ProcessId.of(pid) for pid in nodes)
 
 
