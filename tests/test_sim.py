@@ -154,6 +154,15 @@ def test_decisions_that_no_longer_hold_end_the_run() -> None:
         simulate(config(agents=3), _mixed(), recorded)
 
 
+@pytest.mark.parametrize("key", ["snic_gbps", "cnic_gbps"])
+def test_a_link_too_slow_for_the_horizon_is_refused_at_once(key: str) -> None:
+    """A rate that is a mistake of unit is told in one line, with the link, before anything runs."""
+    run = config(agents=3)
+    slow = msgspec.structs.replace(run, topology={**run.topology, key: 1e-9})
+    with pytest.raises(ConfigError, match=r"nic0: at its rate .* give the link a higher rate"):
+        simulate(slow, _mixed())
+
+
 def test_progress_counts_to_the_total() -> None:
     """Progress ends at the number of requests, refused and cancelled ones included."""
     seen: list[tuple[int, int]] = []
