@@ -67,19 +67,20 @@ def test_the_miss_completes_the_buffer(layout: Layout, tokens: int, data: st.Dat
 @given(LAYOUTS, st.integers(1, 30), st.integers(0, 10), st.data())
 def test_a_prompt_fills_its_pages(layout: Layout, tokens: int, output: int, data: st.DataObject) -> None:
     """However its pages are scattered, block b of the prompt is in the b-th of them, its rows exact."""
-    pool = PagePool("hbm", 40)
+    most = 30 + 10 + 5 * 3
+    pool = PagePool("hbm", most)
     holes = [pool.reserve(count) for count in data.draw(st.lists(st.integers(1, 3), max_size=5))]
     for lease in holes[::2]:
         pool.release(lease)
     wanted = layout.blocks(tokens + output)
     lease = pool.reserve(wanted)
     kv, full = _blocks(layout, tokens, 3)
-    hbm = np.zeros(40 * layout.full_block_bytes, np.uint8)
+    hbm = np.zeros(most * layout.full_block_bytes, np.uint8)
     segment = pages_segment(layout, 0, tokens, lease.runs)
     assert segment.size_bytes == tokens * layout.layers * layout.kv_bytes
     _move(segment, full, hbm)
     pages = [page for begin, count in lease.runs for page in range(begin, begin + count)]
-    got = hbm.reshape(40, layout.layers, layout.block_tokens, layout.kv_bytes)[pages].swapaxes(0, 1)
+    got = hbm.reshape(most, layout.layers, layout.block_tokens, layout.kv_bytes)[pages].swapaxes(0, 1)
     assert np.array_equal(got.reshape(layout.layers, -1, layout.kv_bytes)[:, :tokens], kv)
     back = np.zeros(layout.full_block_bytes, np.uint8)
     _move(page_segment(layout, pages[0], 0), hbm, back)
