@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from .systems import SYSTEMS
+
 __all__ = [
     "READ_BLOCKS",
     "EngineConfig",
@@ -28,6 +30,7 @@ _MOST_GB_OR_S = 1e6
 _MOST_COUNT = 2**31 - 1
 
 PathChoice = Literal["pe", "de", "auto"]
+Exchange = Literal["layer", "forward"]
 BackendName = Literal["digest", "toy"]
 
 
@@ -37,6 +40,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Buffers: paper section 2 (80 GB a node for the DS models). ``de_hbm_kv_gb``: what 80 GB of HBM leave beside
     the weights under EP over 16-32 GPUs (660 GB / 16 = 41 GB) and activations. ``pe_hbm_kv_gb``: 150 K tokens
     of DS 660B (the study of the paper's numbers). ``rpc_latency_s`` is one way.
+
+    Scheduling (paper, section 3): ``alpha_s`` and ``beta_s`` are what a node reads and a GPU processes in that
+    time, in tokens by `emulate profile`; ``z`` bounds a DE's load over the mean; a group's leader fetches work at
+    most once a ``fetch_period_s`` (ASSUMED: the paper does not print it, and it hardly matters).
+    Traffic: a doorbell rings for ``doorbell_batch`` work requests and costs the engine ``submit_write_s`` (RDMA
+    write: about 1 us) or ``submit_copy_s`` (CUDA copy: 5 to 7 us; both the paper, section 4). Exchanges of an
+    expert-parallel group: one a layer or one a forward. ``hardware_deviation``: how far attention times of the
+    emulated GPUs lie off the formula, by a hidden function of ``hardware_seed``.
     """
 
     pe_buffer_gb: float = 80.0
@@ -49,15 +60,37 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_tokens: int = 64
     read_message_blocks: int = 32
     stripe_blocks: int = 32
+    alpha_s: float = 3.0
+    beta_s: float = 5.0
+    z: float = 1.05
+    fetch_period_s: float = 0.010
+    submit_write_s: float = 1e-6
+    submit_copy_s: float = 6e-6
+    doorbell_batch: int = 16
+    dram_gbps: float = 4000.0
+    pcie_gbps: float = 512.0
+    prefill_exchange: Exchange = "layer"
+    hardware_seed: int = 0
+    hardware_deviation: float = 0.04
 
     def __post_init__(self) -> None:
-        for name in ("pe_buffer_gb", "de_buffer_gb", "pe_hbm_kv_gb", "de_hbm_kv_gb", "quota_s"):
+        for name in (
+            *("pe_buffer_gb", "de_buffer_gb", "pe_hbm_kv_gb", "de_hbm_kv_gb", "quota_s"),
+            *("alpha_s", "beta_s", "z", "dram_gbps", "pcie_gbps"),
+        ):
             value = getattr(self, name)
             if not 0 < value <= _MOST_GB_OR_S:
                 raise ValueError(f"{name} = {value}: expected a positive number, at most {_MOST_GB_OR_S:.0f}")
         if not 0 <= self.rpc_latency_s < 1:
             raise ValueError(f"rpc_latency_s = {self.rpc_latency_s}: expected 0 to 1 s")
-        for name in ("batch_tokens", "block_tokens", "read_message_blocks", "stripe_blocks"):
+        for name in ("fetch_period_s", "submit_write_s", "submit_copy_s"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: expected 0 to 1 s")
+        if not 0 <= self.hardware_deviation < 0.5:
+            raise ValueError(f"hardware_deviation = {self.hardware_deviation}: expected 0 to 0.5")
+        if not 0 <= self.hardware_seed < 2**63:
+            raise ValueError(f"hardware_seed = {self.hardware_seed}: expected 0 or more")
+        for name in ("batch_tokens", "block_tokens", "read_message_blocks", "stripe_blocks", "doorbell_batch"):
             if not 1 <= getattr(self, name) <= _MOST_COUNT:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 1 to {_MOST_COUNT}")
         if self.read_message_blocks > READ_BLOCKS:
@@ -88,11 +121,17 @@ class ScaleConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ReplayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The options of one replay. At most one of ``agents`` (closed loop) and ``aps`` (open loop) is set;
 
-    with neither, the workload keeps the arrivals that it has.
+    with neither, the workload keeps the arrivals that it has. ``system``: a key of ``systems.SYSTEMS``, whose read
+    path and policy ``path`` and ``policy`` (a name, or the absolute path of a Python file) override.
     """
 
     system: str = "dualpath"
     path: PathChoice = "auto"
+    policy: str = ""
+    qos: Literal["lanes", "off", "software"] = "lanes"
+    copies: Literal["cnic", "cuda"] = "cnic"
+    ep_over: Literal["nvlink", "cnic"] = "nvlink"
+    de_direct: bool = False
     agents: int | None = None
     aps: float | None = None
     think: Literal["zero", "trace"] = "zero"
@@ -100,6 +139,8 @@ class ReplayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.system not in SYSTEMS:
+            raise ValueError(f"system = {self.system!r}: expected one of {', '.join(SYSTEMS)}")
         if self.agents is not None and self.aps is not None:
             raise ValueError("agents and aps: a replay is either a closed loop or an open one")
         if self.agents is not None and self.agents < 1:

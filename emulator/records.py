@@ -23,7 +23,7 @@ __all__ = [
     "TransferBytes",
 ]
 
-Path = Literal["pe", "de"]
+Path = Literal["pe", "de", "split"]
 Status = Literal["done", "failed", "cancelled"]
 
 
@@ -75,6 +75,9 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     de: str | None = None
     prompt_tokens: int
     hit_tokens: int = 0
+    de_hit_tokens: int = 0
+    """The part of the hit that was read on the DE side; what of it came from a DRAM pool is ``pool_tokens``."""
+    pool_tokens: int = 0
     output_tokens: int
     persisted_tokens: int = 0
     arrived_s: float
@@ -95,17 +98,31 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """One scheduling decision, as exported to decisions.jsonl and replayed from it."""
+    """One scheduling decision, as exported to decisions.jsonl and replayed from it.
+
+    On the ``split`` path the DE reads the first ``split_blocks`` of the hit and the PE the others.
+    """
 
     request: str
     pe: str
     de: str
     path: Path
     hit_blocks: int
+    split_blocks: int = 0
+
+    @property
+    def de_blocks(self) -> int:
+        """Hit blocks that are read on the DE side: the leading ones."""
+        return {"pe": 0, "de": self.hit_blocks, "split": self.split_blocks}[self.path]
 
 
 class BatchRecord(msgspec.Struct, frozen=True):
-    """One prefill forward: which requests, (cached, new) tokens of each, and its times."""
+    """One prefill forward of an engine: which requests, (cached, new) tokens of each, and its times.
+
+    ``step``: the forward of the engine's expert-parallel group that it was part of; engines without a group count
+    their own. ``attention_s``: this engine's attention in all layers, as the hardware took it; ``predicted_s``: as
+    the packer predicted it.
+    """
 
     engine: str
     index: int
@@ -113,6 +130,9 @@ class BatchRecord(msgspec.Struct, frozen=True):
     shape: tuple[tuple[int, int], ...]
     started_s: float
     ended_s: float
+    step: int = 0
+    attention_s: float = 0.0
+    predicted_s: float = 0.0
 
 
 class Decisions(msgspec.Struct, frozen=True):

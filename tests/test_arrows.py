@@ -18,7 +18,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS: dict[str, tuple[str, ...]] = {
     "pure": (
-        *("errors", "extent", "scale", "records", "config", "kvcache", "pool", "policy", "costmodel", "analysis"),
+        *(
+            "errors",
+            "extent",
+            "scale",
+            "records",
+            "config",
+            "systems",
+            "kvcache",
+            "pool",
+            "policy",
+            "costmodel",
+            "analysis",
+        ),
         *("workload", "chains", "traces", "synth", "metrics", "verify", "judge", "deployment", "messages"),
         *("models", "models.*", "fabric", "fabric.interface"),
     ),
