@@ -6,6 +6,7 @@ import math
 import struct
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -15,9 +16,12 @@ from topology.errors import TopologyError
 from topology.lanes import (
     CLASS_NAMES,
     DSCP_OF_LANE,
+    LANES,
     RATE_TOLERANCE,
     SEGMENT_PAYLOAD,
     SEGMENT_WIRE,
+    Borrowing,
+    LaneName,
     LaneShares,
     gso_max_bytes,
     port_plan,
@@ -81,6 +85,55 @@ def test_filters_sort_by_code_point_but_for_bare_acknowledgements(
     )
     expected = "ack" if (protocol, length) == (6, 52) else {1: "high", 2: "kv"}.get(lane, "control")
     assert CLASS_NAMES[next(fitting, plan.default_minor)] == expected
+
+
+@pytest.mark.parametrize(
+    ("busy", "expected"),
+    [
+        (("high", "kv", "control"), (0.985, 0.010, 0.005)),
+        (("high", "kv"), (0.990, 0.010, None)),
+        (("kv", "control"), (None, 0.010, 0.990)),
+        (("high", "control"), (0.990, None, 0.010)),
+        (("kv",), (None, 1.0, None)),
+    ],
+)
+def test_what_is_left_idle_is_borrowed_by_priority(
+    busy: tuple[LaneName, ...], expected: tuple[float | None, ...]
+) -> None:
+    """Every busy lane has its guarantee; the rest goes to the best priority, between equals by their quanta."""
+    got = LaneShares().among(busy)
+    assert set(got) == set(busy)
+    for lane, share in zip(LANES, expected, strict=True):
+        if share is not None:
+            assert_within(got[lane], share, absolute=1e-12, what=lane)
+
+
+@given(
+    SHARES, st.permutations([Borrowing(0), Borrowing(0, 3 * 65536), Borrowing(5)]), st.sets(st.sampled_from(LANES))
+)
+def test_borrowing_wastes_nothing_and_takes_no_guarantee(
+    shares: LaneShares, borrowing: list[Borrowing], busy: set[LaneName]
+) -> None:
+    """Whoever is busy, together they have the whole port and each at least its share; classes carry the order."""
+    high, kv, control = borrowing
+    made = msgspec.structs.replace(shares, high_borrowing=high, kv_borrowing=kv, control_borrowing=control)
+    if busy:
+        got = made.among(busy)
+        assert_within(math.fsum(got.values()), 1, absolute=1e-12)
+        assert all(got[lane] >= made.share(lane) for lane in busy)
+    for lane in port_plan(5e7, made).classes[1:4]:
+        wanted = made.borrowing(next(name for name in LANES if name == CLASS_NAMES[lane.minor]))
+        assert (lane.prio, lane.quantum) == (wanted.prio, wanted.quantum_bytes)
+
+
+@pytest.mark.parametrize(
+    ("prio", "quantum", "what"),
+    [(-1, 65536, "prio"), (8, 65536, "prio"), (True, 65536, "prio"), (0, 65535, "quantum"), (0, 2**31, "quantum")],
+)
+def test_borrowing_is_validated_where_it_is_built(prio: Any, quantum: Any, what: str) -> None:
+    """HTB has eight priorities; a quantum is a super-packet at least, and 31 bits at most."""
+    with pytest.raises(TopologyError, match=f"borrowing {what}"):
+        Borrowing(prio, quantum)
 
 
 def test_lanes_are_told_apart_by_code_point() -> None:

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.within import assert_within
+from topology.arbitration import VlArbitration, infiniband_shares
 from topology.errors import TopologyError
+from topology.lanes import LaneShares
 from topology.spec import PRESETS, AddressPlan, ClusterSpec, load_topology
 
 GOOD = """\
@@ -56,7 +58,7 @@ def refusal(given_path: Any) -> str:
 
 def test_presets_are_what_their_names_say() -> None:
     """A preset NpMd has N PE and M DE nodes of 8 CNICs and an SNIC, and storage of exactly 1.25 (P + D) s B."""
-    assert {"1p1d", "1p2d", "2p1d", "2p4d"} <= set(PRESETS)
+    assert set(PRESETS) >= {"1p1d", "1p2d", "2p1d", "2p4d", "1p7d", "7p2d"}
     for name in PRESETS:
         spec = load_topology(name)
         assert spec.name == name == f"{spec.pe_nodes}p{spec.de_nodes}d"
@@ -210,6 +212,14 @@ def test_a_file_is_read_with_its_defaults(tmp_path: Path) -> None:
     assert load_topology(nameless).name == "other"
 
 
+def test_lanes_are_shares_or_a_profile(tmp_path: Path) -> None:
+    """A file chooses between fixed shares, which are the default, and those compiled from a port's settings."""
+    assert load_topology(write(tmp_path, GOOD)).lanes == LaneShares()
+    compiled = load_topology(write(tmp_path, GOOD + '[lanes]\nprofile = "infiniband"\nqos_high_limit = 9\n'))
+    assert compiled.lanes == infiniband_shares(VlArbitration(qos_high_limit=9)) != LaneShares()
+    assert msgspec.json.decode(msgspec.json.encode(compiled), type=ClusterSpec) == compiled
+
+
 def test_tables_of_others_are_ignored(tmp_path: Path) -> None:
     """`engine`, `model` and `scale` are for whoever runs on the network."""
     text = GOOD + "[engine]\nanything = 1\n[model]\nname = 'x'\n[scale]\ndilation = 2\n"
@@ -233,6 +243,14 @@ def test_tables_of_others_are_ignored(tmp_path: Path) -> None:
         ("[cluster]\npe_nodes = 1\npe_nodes = 2\n", ": not TOML: Cannot overwrite a value (at line 3"),
         (GOOD + "[lanes]\nhigh = 0.99\nkv = 0.02\n", ": lanes: high + kv + control"),
         (GOOD + "[lanes]\nhigh = 2\n", ":9: lanes.high = 2: expected a share"),
+        (GOOD + "[lanes]\nhigh_borrowing = 2\n", ":9: lanes.high_borrowing: unknown key; did you mean high"),
+        (GOOD + "[lanes]\nkv = 0.1\nqos_high_limit = 9\n", ":10: lanes.qos_high_limit: belongs to a profile"),
+        (GOOD + "qos_high_limit = 9\n", ":8: network.qos_high_limit: unknown key; it belongs in [lanes]"),
+        (
+            GOOD + '[lanes]\nprofile = "infiniband"\nqos_vlarb_low = "2:64,1:x"\n',
+            ":10: lanes.qos_vlarb_low: entry '1:x': expected vl:weight",
+        ),
+        (GOOD + '[lanes]\nprofile = "roce"\n', ": lanes.high_weight is missing; expected a whole number"),
         (
             GOOD.replace("de_nodes = 2", "de_nodes = 2\ngpus_per_node = 25"),
             ":5: cluster.gpus_per_node = 25: the address",

@@ -1,10 +1,11 @@
-"""Virtual lanes of a port as HTB classes: fixed shares, one payload rate in, whole kernel numbers out.
+"""Virtual lanes of a port as HTB classes: shares and one payload rate in, whole kernel numbers out.
 
 Pure. A port direction is one HTB tree: a parent at the full rate, below it a class for the high lane (model
 communication), one for KV and one for control, which also takes whatever no filter names. Each is
-guaranteed its share and may use all that the others leave; KV borrows only after the other two. Beside the
-tree stands a class for TCP's bare acknowledgements: they are an artefact of the emulation, up to 2 % of the
-opposite direction's bytes, and must not cost a port that is busy both ways any of its payload rate.
+guaranteed its share and may use all that the others leave, in the order of their borrowing: by default KV
+after the other two. ``arbitration`` derives both from the settings of a real fabric. Beside the tree stands a
+class for TCP's bare acknowledgements: they are an artefact of the emulation, up to 2 % of the opposite
+direction's bytes, and must not cost a port that is busy both ways any of its payload rate.
 
 Rates. HTB charges a packet with its link-layer length, and a GSO super-packet with the headers of each of
 its segments (``qdisc_pkt_len_init``), so a full segment of ``SEGMENT_PAYLOAD`` bytes costs ``SEGMENT_WIRE``.
@@ -15,9 +16,10 @@ lanes cannot be expressed so within ``RATE_TOLERANCE`` is refused, never rounded
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 from types import MappingProxyType
+from typing import Literal
 
 import msgspec
 
@@ -26,12 +28,15 @@ from .errors import TopologyError
 __all__ = [
     "CLASS_NAMES",
     "DSCP_OF_LANE",
+    "LANES",
     "MTU_BYTES",
     "RATE_TOLERANCE",
     "SEGMENT_PAYLOAD",
     "SEGMENT_WIRE",
+    "Borrowing",
     "LaneClass",
     "LaneFilter",
+    "LaneName",
     "LaneShares",
     "Match",
     "PortPlan",
@@ -45,6 +50,9 @@ SEGMENT_PAYLOAD = 1448
 SEGMENT_WIRE = 1514
 """MTU and the Ethernet header, which is what a qdisc counts."""
 RATE_TOLERANCE = 1e-3
+
+LaneName = Literal["high", "kv", "control"]
+LANES: tuple[LaneName, ...] = ("high", "kv", "control")
 
 CONTROL_LANE, MODEL_LANE, KV_LANE, SPARE_LANE = range(4)
 
@@ -64,28 +72,76 @@ _MIN_BURST_BYTES = 3072
 """Two full segments: more would let a single message arrive noticeably early on a slow link."""
 _BURST_S = 125e-6
 """How late a timer of the kernel may be without costing the link any of its rate."""
-_QUANTUM_BYTES = 65536
+_MIN_QUANTUM_BYTES = 65536
 """At least the largest super-packet, or classes of one priority share their surplus in wrong proportions."""
+_MAX_QUANTUM_BYTES = 2**31 - 1
+_MAX_PRIO = 7
 _MAX_RATE = 2**63 - 1
 
 
+class Borrowing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a lane takes what others leave: the lowest ``prio`` (0 to 7) first, equals ``quantum_bytes`` in turn."""
+
+    prio: int
+    quantum_bytes: int = _MIN_QUANTUM_BYTES
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("prio", 0, _MAX_PRIO),
+            ("quantum_bytes", _MIN_QUANTUM_BYTES, _MAX_QUANTUM_BYTES),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                raise TopologyError(f"borrowing {name} = {value!r}: expected a whole number, {least} to {most}")
+
+
 class LaneShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Guaranteed shares of a port. Children above their parent overshoot the link silently, hence <= 1."""
+    """Guaranteed shares of a port, and how each lane borrows.
+
+    Children above their parent overshoot the link silently, hence shares sum to at most 1.
+    """
 
     high: float = 0.985
     kv: float = 0.010
     control: float = 0.005
+    high_borrowing: Borrowing = Borrowing(0)
+    kv_borrowing: Borrowing = Borrowing(1)
+    control_borrowing: Borrowing = Borrowing(0)
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
+        for name in LANES:
+            value = self.share(name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
                 raise TopologyError(f"lanes.{name} = {value!r}: expected a share between 0 and 1")
-        total = math.fsum((self.high, self.kv, self.control))
+        total = math.fsum(map(self.share, LANES))
         if total > 1 + 1e-12:
             raise TopologyError(
                 f"lanes: high + kv + control = {total:.6g}: expected at most 1, or the classes overshoot the link"
             )
+
+    def share(self, lane: LaneName) -> float:
+        """The lane's guaranteed share of the port, 0 to 1."""
+        share: float = getattr(self, lane)
+        return share
+
+    def borrowing(self, lane: LaneName) -> Borrowing:
+        """How the lane takes what others leave."""
+        borrowing: Borrowing = getattr(self, f"{lane}_borrowing")
+        return borrowing
+
+    def among(self, busy: Collection[LaneName]) -> dict[LaneName, float]:
+        """What each lane of ``busy``, at least one, gets in the long run while exactly these have a backlog.
+
+        HTB's rule: everybody its guarantee, and all that is left to the busy lanes of the best priority, by
+        their quanta. The sum is 1.
+        """
+        got = {lane: self.share(lane) for lane in LANES if lane in busy}
+        best = min(self.borrowing(lane).prio for lane in got)
+        quanta = {lane: b.quantum_bytes for lane in got if (b := self.borrowing(lane)).prio == best}
+        left, turn = 1 - math.fsum(got.values()), sum(quanta.values())
+        for lane, quantum in quanta.items():
+            got[lane] += left * quantum / turn
+        return got
 
 
 class LaneClass(msgspec.Struct, frozen=True):
@@ -98,7 +154,7 @@ class LaneClass(msgspec.Struct, frozen=True):
     burst: int
     cburst: int
     prio: int
-    quantum: int = _QUANTUM_BYTES
+    quantum: int
 
 
 class Match(msgspec.Struct, frozen=True):
@@ -145,22 +201,21 @@ def port_plan(payload_bytes_s: float, shares: LaneShares) -> PortPlan:
     burst = _burst(full)
 
     # Lanes round down, so that together they never exceed their parent.
-    def lane(minor: int, share: float, prio: int) -> LaneClass:
-        exact = wire * Fraction(share)
+    def leaf(minor: int, lane: LaneName) -> LaneClass:
+        exact = wire * Fraction(shares.share(lane))
         rate = _whole(exact, math.floor(exact), payload_bytes_s)
-        return LaneClass(minor, ROOT_MINOR, rate, full, _burst(rate), burst, prio)
+        borrowing = shares.borrowing(lane)
+        return LaneClass(
+            minor, ROOT_MINOR, rate, full, _burst(rate), burst, borrowing.prio, borrowing.quantum_bytes
+        )
 
-    leaves = [
-        lane(HIGH_MINOR, shares.high, 0),
-        lane(KV_MINOR, shares.kv, 1),
-        lane(CONTROL_MINOR, shares.control, 0),
-    ]
+    leaves = [leaf(HIGH_MINOR, "high"), leaf(KV_MINOR, "kv"), leaf(CONTROL_MINOR, "control")]
     return PortPlan(
         payload_bytes_s=float(payload_bytes_s),
         classes=(
-            LaneClass(ROOT_MINOR, _PARENT_OF_ALL, full, full, burst, burst, 0),
+            LaneClass(ROOT_MINOR, _PARENT_OF_ALL, full, full, burst, burst, 0, _MIN_QUANTUM_BYTES),
             *leaves,
-            LaneClass(ACK_MINOR, _PARENT_OF_ALL, full, full, burst, burst, 0),
+            LaneClass(ACK_MINOR, _PARENT_OF_ALL, full, full, burst, burst, 0, _MIN_QUANTUM_BYTES),
         ),
         filters=(
             LaneFilter(_BARE_ACK, ACK_MINOR),

@@ -25,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from .arbitration import LANE_KEYS, lane_shares
 from .errors import TopologyError
 from .lanes import LaneShares
 
@@ -56,7 +57,7 @@ _MAX_COUNT = 4096
 _TABLES: dict[str, dict[str, str]] = {
     "cluster": {key: key for key in ("name", "pe_nodes", "de_nodes", "gpus_per_node", "storage_nodes")},
     "network": {key: key for key in ("cnic_gbps", "snic_gbps", "storage_gbps")},
-    "lanes": {key: key for key in LaneShares.__struct_fields__},
+    "lanes": {key: key for key in LANE_KEYS},
 }
 _FOREIGN_TABLES = frozenset({"engine", "model", "scale"})
 _REQUIRED = ("pe_nodes", "de_nodes")
@@ -286,7 +287,7 @@ def _read(path: Path, given: str) -> ClusterSpec:
             raise TopologyError(source.located(error.text)) from None
     fields.setdefault("name", path.stem)
     try:
-        spec = ClusterSpec(**fields, lanes=LaneShares(**lanes))
+        spec = ClusterSpec(**fields, lanes=lane_shares(lanes))
         AddressPlan(spec)
         return spec
     except TopologyError as error:
