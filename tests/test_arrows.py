@@ -28,6 +28,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "kvcache",
             "pool",
             "policy",
+            "policy.*",
             "costmodel",
             "analysis",
         ),
