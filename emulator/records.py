@@ -14,6 +14,7 @@ __all__ = [
     "BatchRecord",
     "Decision",
     "Decisions",
+    "ExchangeRecord",
     "HostSample",
     "NodeRecord",
     "PoolRecord",
@@ -53,6 +54,20 @@ class PortBytes(msgspec.Struct, frozen=True):
     busy_s: float
     window_s: float
     windows: tuple[int, ...]
+
+
+class ExchangeRecord(msgspec.Struct, frozen=True):
+    """Exchanges of one ring on one lane, all of one size: the largest payload of this node's ports.
+
+    ``total_s`` and ``max_s`` are of the times from an exchange's ideal start to its end.
+    """
+
+    ring: str
+    lane: int
+    payload_bytes: int
+    count: int
+    total_s: float
+    max_s: float
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +187,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     sent: tuple[TransferBytes, ...] = ()
     received: tuple[TransferBytes, ...] = ()
     ports: tuple[PortBytes, ...] = ()
+    exchanges: tuple[ExchangeRecord, ...] = ()
     pools: tuple[PoolRecord, ...] = ()
     batches: tuple[BatchRecord, ...] = ()
     decisions: tuple[Decision, ...] = ()

@@ -1,11 +1,15 @@
 """The network as roles see it (``interface``), over sockets (``tcp``) and in virtual time (``fluid``)."""
 
 from .interface import (
+    FREE_NIC,
+    MAX_PAYLOAD_BYTES,
     Endpoint,
+    Exchanged,
     Fabric,
     Marks,
     Method,
     Region,
+    Ring,
     Segment,
     Target,
     Transfer,
@@ -14,11 +18,15 @@ from .interface import (
 )
 
 __all__ = [
+    "FREE_NIC",
+    "MAX_PAYLOAD_BYTES",
     "Endpoint",
+    "Exchanged",
     "Fabric",
     "Marks",
     "Method",
     "Region",
+    "Ring",
     "Segment",
     "Target",
     "Transfer",

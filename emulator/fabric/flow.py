@@ -105,8 +105,12 @@ class Engine:
 
     def after(self, delay_s: float, act: Callable[[int], None], argument: int = 0) -> None:
         """Call ``act(argument)`` when ``delay_s`` have passed."""
+        self.at(self.now + delay_s, act, argument)
+
+    def at(self, at_s: float, act: Callable[[int], None], argument: int = 0) -> None:
+        """Call ``act(argument)`` at a time that has not passed; those of one instant in the order of asking."""
         self._order += 1
-        heapq.heappush(self._events, (self.now + delay_s, self._order, act, argument))
+        heapq.heappush(self._events, (at_s, self._order, act, argument))
 
     def changed(self, pipe: Pipe) -> None:
         """The pipe ran dry or was fed: settle the rates when the instant is over."""
@@ -147,7 +151,10 @@ class Engine:
 
 
 class Pipe:
-    """A queue pair: messages in order, the first in flight, each placed ``latency_s`` after its last byte left."""
+    """A queue pair: messages in order, the first in flight, each placed ``latency_s`` after its last byte left.
+
+    One that crosses no port is infinitely fast: its messages are over in the instant in which they are posted.
+    """
 
     def __init__(self, engine: Engine, ports: tuple[Port, ...], lane: int, latency_s: float) -> None:
         self.ports = ports
@@ -166,9 +173,10 @@ class Pipe:
         """Send ``message`` after all that was posted before."""
         self._queue.append(message)
         if len(self._queue) == 1:
-            for port in self.ports:
-                port.busy[self] = None
-            self._engine.changed(self)
+            if self.ports:
+                for port in self.ports:
+                    port.busy[self] = None
+                self._engine.changed(self)
             self._begin()
 
     def drop(self, message: Message) -> bool:
@@ -214,7 +222,7 @@ class Pipe:
     def _predict(self) -> None:
         """Expect the end of the first message, and no longer what was expected before."""
         self._prediction += 1
-        if self._remaining <= 0:
+        if self._remaining <= 0 or not self.ports:
             self._engine.after(0.0, self._finish, self._prediction)
         elif self._rate > 0:
             self._engine.after(self._remaining / self._rate, self._finish, self._prediction)
@@ -240,6 +248,7 @@ class Pipe:
 
     def _run_dry(self) -> None:
         self._prediction += 1
-        for port in self.ports:
-            del port.busy[self]
-        self._engine.changed(self)
+        if self.ports:
+            for port in self.ports:
+                del port.busy[self]
+            self._engine.changed(self)

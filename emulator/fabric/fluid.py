@@ -11,6 +11,7 @@ Must not import ``tcp`` or anything above.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -22,22 +23,27 @@ import trio
 
 from ..errors import EmulatorError, PeerLost, ProtocolViolation, error_from_code
 from ..extent import Extent, gather, scatter
-from ..records import PortBytes, TransferBytes
+from ..records import ExchangeRecord, PortBytes, TransferBytes
+from .collective import Hop
 from .counter import Counter, Lost, closed
 from .flow import Engine, Message, Pipe, Port
+from .fluid_collective import FluidRings
 from .interface import (
     Endpoint,
+    Exchanged,
     Fabric,
     Marks,
     Method,
     Region,
+    Ring,
     Segment,
     Target,
+    Transfer,
     VirtualLane,
     WriteStream,
 )
 from .maxmin import LaneRule
-from .meter import Books
+from .meter import Books, PortMeter
 
 __all__ = ["LANE_RULES", "FluidFabric", "FluidNetwork", "open_fluid"]
 
@@ -61,6 +67,7 @@ class FluidNetwork:
     name, those without ports (scheduler, client) too. ``rpc_latency_s``: each way of a call.
     ``message_latency_s``: from a message's last byte leaving to its being placed; 0 by default, since what a
     switch adds is far below a layer's transfer time. ``window_s``: width of the port counters' windows.
+    ``lane_map``: the lane that carries what is asked to go on another; counters name the lane that carried.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class FluidNetwork:
         rpc_latency_s: float,
         message_latency_s: float = 0.0,
         window_s: float = 0.1,
+        lane_map: Mapping[VirtualLane, VirtualLane] = MappingProxyType({}),
     ) -> None:
         for (node, nic), rate in ports.items():
             if not 0 < rate < math.inf:
@@ -85,13 +93,16 @@ class FluidNetwork:
         self.rpc_latency_s = rpc_latency_s
         self._message_latency_s = message_latency_s
         self._shares = shares
+        self._lane_map = lane_map
         self._ports = {
             (node, nic, direction): Port(rate)
             for (node, nic), rate in ports.items()
             for direction in ("read", "write")
         }
         self._pairs: dict[tuple[Endpoint, Endpoint, VirtualLane], _Pair] = {}
-        self._fabrics = {node: FluidFabric(self, node, Books(window_s)) for node in nodes}
+        books = {node: Books(window_s) for node in nodes}
+        self.rings = FluidRings(self.engine, rpc_latency_s, books, self._send)
+        self._fabrics = {node: FluidFabric(self, node, books[node]) for node in nodes}
         self._nursery: trio.Nursery | None = None
 
     def fabric(self, node: str) -> FluidFabric:
@@ -110,6 +121,7 @@ class FluidNetwork:
         for pair in list(self._pairs.values()):
             if dead in (pair.sender, pair.receiver):
                 pair.pipe.lose(node)
+        self.rings.lose(node, _gone(node))
         for fabric in self._fabrics.values():
             fabric.on_lost(node)
 
@@ -123,17 +135,29 @@ class FluidNetwork:
             raise RuntimeError("the network is not open: use open_fluid")
         self._nursery.start_soon(async_fn, name=name)
 
-    def pair(self, target: Target) -> _Pair:
-        """The target's queue pair, made on first use. ProtocolViolation for a port that is not there."""
-        key = (target.src, target.dst, target.lane)
+    def lane(self, lane: VirtualLane) -> VirtualLane:
+        """The lane that carries what is asked to go on ``lane``."""
+        return self._lane_map.get(lane, lane)
+
+    def pair(self, src: Endpoint, dst: Endpoint, lane: VirtualLane) -> _Pair:
+        """The queue pair, made on first use. ProtocolViolation for a port that is not there."""
+        key = (src, dst, self.lane(lane))
         pair = self._pairs.get(key)
         if pair is None:
-            ports = self._port(target.src, "read"), self._port(target.dst, "write")
-            lane = target.lane if target.lane in self._shares else VirtualLane.CONTROL
-            pipe = Pipe(self.engine, ports, int(lane), self._message_latency_s)
-            ends = self._fabrics[target.src.node], self._fabrics[target.dst.node]
-            pair = self._pairs[key] = _Pair(pipe, ends, target)
+            pair = self._pairs[key] = self._new_pair(*key)
         return pair
+
+    def _new_pair(self, src: Endpoint, dst: Endpoint, lane: VirtualLane) -> _Pair:
+        ends = self._fabrics[src.node], self._fabrics[dst.node]
+        if src.free:
+            return _Pair(Pipe(self.engine, (), int(lane), 0.0), ends, ())
+        ports = self._port(src, "read"), self._port(dst, "write")
+        meters = ends[0].books.port(src.nic, "read", lane), ends[1].books.port(dst.nic, "write", lane)
+        carried = lane if lane in self._shares else VirtualLane.CONTROL
+        return _Pair(Pipe(self.engine, ports, int(carried), self._message_latency_s), ends, meters)
+
+    def _send(self, hop: Hop, lane: VirtualLane, over: Callable[[], None]) -> None:
+        _Bulk(self.pair(hop.src, hop.dst, lane), hop.size_bytes, over).post()
 
     def _port(self, endpoint: Endpoint, direction: Literal["read", "write"]) -> Port:
         try:
@@ -171,13 +195,10 @@ async def open_fluid(network: FluidNetwork) -> AsyncIterator[FluidNetwork]:
 class _Pair:
     """A queue pair: its pipe, the nodes at its ends, and their counters of it."""
 
-    def __init__(self, pipe: Pipe, ends: tuple[FluidFabric, FluidFabric], target: Target) -> None:
+    def __init__(self, pipe: Pipe, ends: tuple[FluidFabric, FluidFabric], meters: tuple[PortMeter, ...]) -> None:
         self.pipe = pipe
         self.sender, self.receiver = ends
-        self.meters = (
-            self.sender.books.port(target.src.nic, "read", target.lane),
-            self.receiver.books.port(target.dst.nic, "write", target.lane),
-        )
+        self.meters = meters
 
 
 class _Route:
@@ -191,40 +212,62 @@ class _Route:
         self.tag = tag
 
 
-class _Posted(Message):
+class _Counted(Message):
+    """A message of a queue pair, counted by both its ends."""
+
+    __slots__ = ("_pair",)
+
+    def __init__(self, pair: _Pair, size_bytes: int) -> None:
+        super().__init__(size_bytes)
+        self._pair = pair
+
+    def post(self) -> None:
+        now = self._pair.sender.now()
+        for meter in self._pair.meters:
+            meter.begin(now)
+        self._pair.pipe.post(self)
+
+    def drop(self) -> bool:
+        """Take it back; False if it has begun or is over."""
+        dropped = self._pair.pipe.drop(self)
+        if dropped:
+            self._unmeter()
+        return dropped
+
+    def lose(self, node: str) -> None:
+        self._unmeter()
+
+    def _count(self, transfer: Transfer) -> None:
+        """It is in place."""
+        pair, size = self._pair, self.size_bytes
+        now, sender, receiver = pair.sender.now(), pair.sender, pair.receiver
+        for meter in pair.meters:
+            meter.end(now, size)
+        sender.books.count_sent(transfer, sender.node, receiver.node, size)
+        receiver.books.count_received(transfer, sender.node, receiver.node, size)
+
+    def _unmeter(self) -> None:
+        now = self._pair.sender.now()
+        for meter in self._pair.meters:
+            meter.drop(now)
+
+
+class _Posted(_Counted):
     """One segment on its way; ``over`` tells its sender that it is in place (None) or lost."""
 
     __slots__ = ("_over", "_route", "_segment")
 
     def __init__(self, route: _Route, segment: Segment, over: Callable[[_Posted, Lost | None], None]) -> None:
-        super().__init__(segment.size_bytes)
+        super().__init__(route.pair, segment.size_bytes)
         self._route = route
         self._segment = segment
         self._over = over
 
-    def post(self) -> None:
-        pair = self._route.pair
-        now = pair.sender.now()
-        for meter in pair.meters:
-            meter.begin(now)
-        pair.pipe.post(self)
-
-    def drop(self) -> bool:
-        """Take it back; False if it has begun or is over."""
-        dropped = self._route.pair.pipe.drop(self)
-        if dropped:
-            self._unmeter()
-        return dropped
-
     def place(self) -> None:
         """Put the bytes in place, count them on both sides, tell both sides."""
-        route, pair, size = self._route, self._route.pair, self.size_bytes
+        route = self._route
         scatter(route.remote.memory, self._segment.remote, gather(route.local.memory, self._segment.local))
-        now, sender, receiver = pair.sender.now(), pair.sender, pair.receiver
-        for meter in pair.meters:
-            meter.end(now, size)
-        sender.books.count_sent(route.target.transfer, sender.node, receiver.node, size)
-        receiver.books.count_received(route.target.transfer, sender.node, receiver.node, size)
+        self._count(route.target.transfer)
         if route.tag is not None:
             route.tag.bump()
         self._over(self, None)
@@ -233,10 +276,19 @@ class _Posted(Message):
         self._unmeter()
         self._over(self, _gone(node, definite=not self.begun))
 
-    def _unmeter(self) -> None:
-        now = self._route.pair.sender.now()
-        for meter in self._route.pair.meters:
-            meter.drop(now)
+
+class _Bulk(_Counted):
+    """What one port sends in an exchange: bytes of no content, since nobody reads them."""
+
+    __slots__ = ("_over",)
+
+    def __init__(self, pair: _Pair, size_bytes: int, over: Callable[[], None]) -> None:
+        super().__init__(pair, size_bytes)
+        self._over = over
+
+    def place(self) -> None:
+        self._count(Transfer.COLLECTIVE)
+        self._over()
 
 
 class _Tag(Counter, Marks):
@@ -261,19 +313,36 @@ class _Stream(WriteStream):
     def __init__(self, route: _Route, segments: Sequence[Segment]) -> None:
         self._route = route
         self._segments = segments
-        self._released = 0
+        self._released = self._posted = 0
+        self._deferred: deque[int] = deque()
+        self._due_s = 0.0
         self._placed = Counter()
         self._under_way: dict[_Posted, None] = {}
         self._lost = False
         self._closed = False
         self._landed = trio.Event()
 
-    def release(self, upto: int) -> None:
+    def release(self, upto: int, *, after_s: float = 0.0) -> None:
         if self._closed:
             raise ValueError("release on a closed stream")
         if not self._released <= upto <= len(self._segments):
             raise ValueError(f"release({upto}): expected {self._released} to {len(self._segments)}")
-        fresh, self._released = self._segments[self._released : upto], upto
+        self._released = upto
+        if after_s <= 0 and not self._deferred:
+            self._post(upto)
+        else:
+            engine = self._route.pair.sender.engine
+            self._deferred.append(upto)
+            self._due_s = max(engine.now + after_s, self._due_s)
+            engine.at(self._due_s, self._ring)
+
+    def _ring(self, _: int) -> None:
+        """What was deferred longest is due."""
+        if self._deferred:
+            self._post(self._deferred.popleft())
+
+    def _post(self, upto: int) -> None:
+        fresh, self._posted = self._segments[self._posted : upto], upto
         if self._lost:
             return
         for segment in fresh:
@@ -296,6 +365,7 @@ class _Stream(WriteStream):
 
     async def aclose(self) -> None:
         self._closed = True
+        self._deferred.clear()
         for message in [m for m in self._under_way if m.drop()]:
             del self._under_way[message]
         self._placed.fail(closed)
@@ -346,6 +416,7 @@ class FluidFabric(Fabric):
         self.node = node
         self.lost = False
         self.books = books
+        self.engine = network.engine
         self.streams: dict[_Stream, None] = {}
         self.calls: dict[_Call, bool] = {}
         self._network = network
@@ -366,7 +437,11 @@ class FluidFabric(Fabric):
         region = self._regions[name] = Region.allocate(name, size_bytes)
         return region
 
-    async def write(self, target: Target, local: Region, segment: Segment, *, tag: str = "") -> None:
+    async def write(
+        self, target: Target, local: Region, segment: Segment, *, tag: str = "", after_s: float = 0.0
+    ) -> None:
+        if after_s > 0:
+            await trio.sleep(after_s)
         await trio.lowlevel.checkpoint_if_cancelled()
         task = trio.lowlevel.current_task()
         failed: Lost | None = None
@@ -415,6 +490,25 @@ class FluidFabric(Fabric):
             raise call.lost()
         return cast(A, call.reply)
 
+    async def collective(
+        self,
+        ring: Ring,
+        payload: Mapping[Endpoint, int],
+        *,
+        ready_s: float,
+        amount: int = 0,
+        lane: VirtualLane = VirtualLane.MODEL,
+    ) -> Exchanged:
+        await trio.lowlevel.checkpoint_if_cancelled()
+        carried = self._network.lane(lane)
+        return await self._network.rings.enter(self.node, ring, payload, ready_s, amount, carried).wait()
+
+    async def wait_entered(self, ring: Ring) -> None:
+        await self._network.rings.wait_entered(self.node, ring)
+
+    def exchanges(self) -> tuple[ExchangeRecord, ...]:
+        return self.books.exchanges()
+
     def sent(self) -> tuple[TransferBytes, ...]:
         return self.books.sent()
 
@@ -448,7 +542,7 @@ class FluidFabric(Fabric):
         if tag:
             mark = peer._tag(tag)
             mark.senders[self.node] = None
-        return _Route(self._network.pair(target), target, local, remote, mark)
+        return _Route(self._network.pair(target.src, target.dst, target.lane), target, local, remote, mark)
 
     def _peer(self, node: str) -> FluidFabric:
         peer = self._network.fabric(node)

@@ -9,7 +9,8 @@ Theory of operation. ``write`` posts one message (a gather list here, a scatter 
 the bytes are in place over there. A *stream* is an ordered series of such messages known up front, each held
 back by a gate until it is released. A message that carries a tag bumps the receiver's ``Marks`` of that tag
 when it is in place, which is write-with-immediate. Every message names its ``Transfer``; sender and receiver
-count its payload independently under that name.
+count its payload independently under that name. A *collective* is an exchange of many ports at once, behind a
+barrier of all its members.
 
 Must not import ``tcp``, ``fluid`` or anything above.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 import enum
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, Literal, TypeVar
 
 import msgspec
@@ -28,14 +29,18 @@ import numpy.typing as npt
 
 from ..errors import ConfigError
 from ..extent import Extent, total_bytes
-from ..records import PortBytes, TransferBytes
+from ..records import ExchangeRecord, PortBytes, TransferBytes
 
 __all__ = [
+    "FREE_NIC",
+    "MAX_PAYLOAD_BYTES",
     "Endpoint",
+    "Exchanged",
     "Fabric",
     "Marks",
     "Method",
     "Region",
+    "Ring",
     "Segment",
     "Target",
     "Transfer",
@@ -45,6 +50,12 @@ __all__ = [
 
 _MAP_NORESERVE = 0x4000
 """Linux; named by Python's mmap only from 3.13 on. A cluster's DRAM may exceed the host's; its use does not."""
+
+FREE_NIC = "free"
+"""The NIC's name of an endpoint whose path costs nothing: what an oracle is given. It has no port and no rate."""
+
+MAX_PAYLOAD_BYTES = 1 << 30
+"""What one port may send in one exchange."""
 
 Side = Literal["host", "gpu"]
 Q = TypeVar("Q", bound=msgspec.Struct)
@@ -63,7 +74,8 @@ class VirtualLane(enum.IntEnum):
 class Transfer(enum.IntEnum):
     """What a message is for: the arrows of the paper's figures 4a and 4b and the writes of the decode side.
 
-    ``sent`` and ``received`` are the report's step keys, counted by the sender and by the receiver.
+    ``sent`` and ``received`` are the report's step keys, counted by the sender and by the receiver. FREE stands
+    for any of them where it costs nothing; RELOAD and POOL are reads of memory that keeps KV in front of storage.
     """
 
     PE_READ = 1
@@ -77,6 +89,10 @@ class Transfer(enum.IntEnum):
     D2H = 9
     PERSIST = 10
     OTHER = 11
+    COLLECTIVE = 12
+    RELOAD = 13
+    POOL = 14
+    FREE = 15
 
     @property
     def sent(self) -> str:
@@ -99,15 +115,27 @@ _STEPS: dict[Transfer, tuple[str, tuple[str, ...]]] = {
     Transfer.D2H: ("d2h", ("d2h",)),
     Transfer.PERSIST: ("persist", ("persist",)),
     Transfer.OTHER: ("other", ("other",)),
+    Transfer.COLLECTIVE: ("collective", ("collective",)),
+    Transfer.RELOAD: ("reload", ("reload",)),
+    Transfer.POOL: ("pool", ("pool",)),
+    Transfer.FREE: ("free", ("free",)),
 }
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """One side of a NIC: its DRAM (``host``) or its GPU's HBM (``gpu``). A storage NIC has only ``host``."""
+    """One side of a NIC: its DRAM (``host``) or its GPU's HBM (``gpu``). A storage NIC has only ``host``.
+
+    With ``FREE_NIC`` for its NIC it is one end of a path that costs nothing: messages are moved, counted and in
+    order as on any queue pair, but nothing shapes or times them, and they take nothing from others.
+    """
 
     node: str
     nic: str
     side: Side = "host"
+
+    @property
+    def free(self) -> bool:
+        return self.nic == FREE_NIC
 
 
 class Region:
@@ -156,13 +184,53 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """Where and how a message goes: the QP (src, dst, lane), the remote region's name, and what it is for."""
+    """Where and how a message goes: the QP (src, dst, lane), the remote region's name, and what it is for.
+
+    Both ends are free or none is, and what goes between free ends is counted as FREE. ValueError otherwise.
+    """
 
     src: Endpoint
     dst: Endpoint
     region: str
     transfer: Transfer
     lane: VirtualLane = VirtualLane.KV
+
+    def __post_init__(self) -> None:
+        if len({self.transfer is Transfer.FREE, self.src.free, self.dst.free}) != 1:
+            raise ValueError(
+                f"{self.transfer.name} from {self.src} to {self.dst}: a free path joins two free ends, and carries"
+                " what is FREE"
+            )
+
+
+class Ring(msgspec.Struct, frozen=True):
+    """Who takes part in a collective, and over which ports.
+
+    ``hops`` are the (source port, destination port) of all members; a port is the source of at most one hop and
+    the destination of at most one. ValueError for anything else.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    hops: tuple[tuple[Endpoint, Endpoint], ...]
+
+    def __post_init__(self) -> None:
+        if not self.nodes or len(set(self.nodes)) != len(self.nodes):
+            raise ValueError(f"ring {self.name}: members {list(self.nodes)}: expected one or more, each once")
+        for ends in ([src for src, _ in self.hops], [dst for _, dst in self.hops]):
+            if len(set(ends)) != len(ends):
+                raise ValueError(f"ring {self.name}: a port has two successors or two predecessors")
+            for end in ends:
+                if end.node not in self.nodes or end.free:
+                    raise ValueError(f"ring {self.name}: {end} is no port of a member")
+
+
+class Exchanged(msgspec.Struct, frozen=True):
+    """One exchange, the same for all members: when it ideally began and ended, the sum of their amounts."""
+
+    started_s: float
+    over_s: float
+    total: int
 
 
 class Marks(ABC):
@@ -189,8 +257,12 @@ class WriteStream(ABC):
     """
 
     @abstractmethod
-    def release(self, upto: int) -> None:
-        """Let segments 0 .. upto-1 go. Never goes backwards; beyond the last segment is an error."""
+    def release(self, upto: int, *, after_s: float = 0.0) -> None:
+        """Let segments 0 .. upto-1 go. Never goes backwards; beyond the last segment is an error.
+
+        Those that this releases are posted in ``after_s`` seconds, as a doorbell that is rung later; none
+        overtakes what the stream was told to release before. Closing the stream drops what is not yet due.
+        """
 
     @property
     @abstractmethod
@@ -244,10 +316,13 @@ class Fabric(ABC):
         """Register a region under a name unique on this node; peers may write into it from now on."""
 
     @abstractmethod
-    async def write(self, target: Target, local: Region, segment: Segment, *, tag: str = "") -> None:
-        """Post one message and return when its bytes are in place. Checkpoints even for a cancelled caller;
+    async def write(
+        self, target: Target, local: Region, segment: Segment, *, tag: str = "", after_s: float = 0.0
+    ) -> None:
+        """Post one message, in ``after_s`` seconds, and return when its bytes are in place.
 
-        a cancelled write whose message has begun returns only when it is over (its memory is in use).
+        Checkpoints even for a cancelled caller; a cancelled write whose message has begun returns only when it
+        is over (its memory is in use).
         """
 
     @abstractmethod
@@ -273,6 +348,43 @@ class Fabric(ABC):
 
         Calling one's own node is allowed and costs the same. PeerLost when the node is gone.
         """
+
+    @abstractmethod
+    async def collective(
+        self,
+        ring: Ring,
+        payload: Mapping[Endpoint, int],
+        *,
+        ready_s: float,
+        amount: int = 0,
+        lane: VirtualLane = VirtualLane.MODEL,
+    ) -> Exchanged:
+        """Take part in the next exchange of ``ring``: the n-th call of every member is its n-th exchange.
+
+        Nobody's bytes leave before all members have entered, the news of it has travelled for the RPC latency,
+        and ``started_s``, the latest ``ready_s`` of all, is reached. Then each source port of this node sends
+        ``payload[port]`` bytes (none where it is absent or 0) to its successor, counted as COLLECTIVE. Returns
+        when everything that any member sends is in place.
+
+        Times are ideal: ``over_s`` is ``started_s`` and what the exchange took from its actual start on. Where
+        all enter an RPC latency before ``started_s`` that is when it was over; where somebody enters too late,
+        or wakes up too late, the delay is not in it, so that delays do not add up over many exchanges.
+        ``amount`` is summed over the members. A ring of one node that sends nothing is over when it is ready.
+
+        PeerLost when a member died. Who is cancelled has entered all the same: the exchange goes on without
+        him, since the others wait for his bytes, and his next call enters the next one.
+        """
+
+    @abstractmethod
+    async def wait_entered(self, ring: Ring) -> None:
+        """Return once some other member has entered an exchange of ``ring`` that this node has not.
+
+        The news takes the RPC latency. PeerLost when a member died. May be cancelled at no cost.
+        """
+
+    @abstractmethod
+    def exchanges(self) -> tuple[ExchangeRecord, ...]:
+        """The exchanges that this node took part in and that are over, sorted."""
 
     @abstractmethod
     def sent(self) -> tuple[TransferBytes, ...]:

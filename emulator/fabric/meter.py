@@ -1,4 +1,4 @@
-"""Counting what moves: bytes per transfer and bytes, busy time and windows per port, in model time.
+"""Counting what moves: bytes per transfer and bytes, busy time and windows per port, exchanges, in model time.
 
 Pure: every method is told the time. Sender and receiver each keep books of their own, so that a run can hold
 one against the other.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..records import PortBytes, TransferBytes
-from .interface import Transfer, VirtualLane
+from ..records import ExchangeRecord, PortBytes, TransferBytes
+from .interface import FREE_NIC, Transfer, VirtualLane
 
 __all__ = ["Books", "PortMeter"]
 
@@ -85,9 +85,12 @@ class Books:
         self._ports: dict[tuple[str, Direction, VirtualLane], PortMeter] = {}
         self._sent: dict[tuple[Transfer, str, str], list[int]] = {}
         self._received: dict[tuple[Transfer, str, str], list[int]] = {}
+        self._exchanges: dict[tuple[str, VirtualLane, int], tuple[int, float, float]] = {}
 
     def port(self, nic: str, direction: Direction, lane: VirtualLane) -> PortMeter:
-        """The meter of one direction and lane, made on first use."""
+        """The meter of one direction and lane, made on first use. A free path has no port: nobody reads its."""
+        if nic == FREE_NIC:
+            return PortMeter(nic, direction, lane, self._window_s)
         key = (nic, direction, lane)
         meter = self._ports.get(key)
         if meter is None:
@@ -105,6 +108,19 @@ class Books:
         row = self._received.setdefault((transfer, src, dst), [0, 0])
         row[0] += payload_bytes
         row[1] += 1
+
+    def count_exchange(self, ring: str, lane: VirtualLane, payload_bytes: int, took_s: float) -> None:
+        """An exchange of ``ring`` is over, in which no port of this node sent more than ``payload_bytes``."""
+        key = (ring, lane, payload_bytes)
+        count, total_s, max_s = self._exchanges.get(key, (0, 0.0, 0.0))
+        self._exchanges[key] = (count + 1, total_s + took_s, max(max_s, took_s))
+
+    def exchanges(self) -> tuple[ExchangeRecord, ...]:
+        """Sorted by ring, lane, size."""
+        return tuple(
+            ExchangeRecord(ring, int(lane), size, *self._exchanges[ring, lane, size])
+            for ring, lane, size in sorted(self._exchanges)
+        )
 
     def sent(self) -> tuple[TransferBytes, ...]:
         """Sorted by transfer, source, destination."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import NoReturn
 
@@ -104,14 +104,15 @@ class ReceiveBuffer:
 class Reception:
     """One accepted data connection.
 
-    ``endpoint`` is the one whose address it came to; ``source_of`` gives an endpoint's address, so that a
-    hello can be held against where the connection comes from.
+    ``endpoints`` of ``node`` are those at whose address it came; ``address_of`` gives an endpoint's address, so
+    that a hello can be held against where the connection comes from.
     """
 
     def __init__(
         self,
         sock: socket.socket,
-        endpoint: Endpoint,
+        node: str,
+        endpoints: Collection[Endpoint],
         address_of: Callable[[Endpoint], str],
         regions: Mapping[str, Region],
         marks: MarkTable,
@@ -121,7 +122,8 @@ class Reception:
     ) -> None:
         self._sock = sock
         self._buffer = buffer
-        self._endpoint = endpoint
+        self._node = node
+        self._endpoints = endpoints
         self._address_of = address_of
         self._regions = regions
         self._marks = marks
@@ -139,14 +141,14 @@ class Reception:
     async def run(self) -> tuple[PairHello | None, EmulatorError]:
         """Serve the connection to its end: whose it was, None if it never said, and why it ended."""
         hello: PairHello | None = None
-        error: EmulatorError = PeerLost(f"{self._endpoint.node}: this node's fabric is closed")
+        error: EmulatorError = PeerLost(f"{self._node}: this node's fabric is closed")
         try:
             hello = await self._hello()
             await self._serve(hello)
         except ProtocolViolation as violation:
             error = violation
             peer = hello.src.node if hello is not None else None
-            _log.error("protocol_violation", node=self._endpoint.node, peer=peer, reason=violation.text)
+            _log.error("protocol_violation", node=self._node, peer=peer, reason=violation.text)
             await self._say_last(encode_violation(violation.text))
         except (OSError, EOFError) as reason:
             error = PeerLost(f"{hello.src.node if hello is not None else 'a peer'}: {reason}")
@@ -159,8 +161,8 @@ class Reception:
         while (found := decode_hello(self._buffer.view[: self._end], PairHello)) is None:
             await self._more()
         hello, self._start = found
-        if hello.dst != self._endpoint:
-            raise ProtocolViolation(f"hello for {hello.dst} came to {self._endpoint}")
+        if hello.dst not in self._endpoints:
+            raise ProtocolViolation(f"hello for {hello.dst} came to {', '.join(map(str, self._endpoints))}")
         peer = self._sock.getpeername()[0]
         try:
             expected = self._address_of(hello.src)
@@ -210,11 +212,11 @@ class Reception:
         """The region that the header names, if all of the scatter lies in it."""
         region = self._regions.get(header.region)
         if region is None:
-            raise ProtocolViolation(f"no region {header.region!r} on {self._endpoint.node}")
+            raise ProtocolViolation(f"no region {header.region!r} on {self._node}")
         for extent in header.extents:
             if extent.end > region.size_bytes:
                 raise ProtocolViolation(
-                    f"extent ends at {extent.end}, region {region.name!r} of {self._endpoint.node}"
+                    f"extent ends at {extent.end}, region {region.name!r} of {self._node}"
                     f" has {region.size_bytes} bytes"
                 )
         return region

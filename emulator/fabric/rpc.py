@@ -4,6 +4,9 @@ One connection for each (caller, called) pair of nodes, opened on first use; con
 told apart by an id. Sender and receiver agree on model time, so a message that carries the time it was sent
 at is delivered no earlier than that plus the latency, whatever the host's own network took.
 
+A *notice* is a call that nobody answers: it is dealt with where it is read, in the order of its connection, and
+at no modelled latency, which is left to who reads it.
+
 An EmulatorError of a handler crosses as code, text and ``definite``. Any other exception is a fault of ours:
 the caller is told, and then it is raised here.
 """
@@ -25,6 +28,7 @@ from .interface import Method
 from .sockets import Buffer, MakeSocket, Outbox, close, connect, receive
 from .wire import (
     FRAME_PREFIX_BYTES,
+    NOTICE_ID,
     Answer,
     Call,
     Failure,
@@ -132,6 +136,11 @@ class _Caller(_Connection):
         assert waiting.error is not None
         raise error_from_code(waiting.error.code, waiting.error.text, waiting.error.definite)
 
+    def tell(self, name: str, stamp_s: float, body: bytes) -> None:
+        """Send a notice, in vain if the connection is broken."""
+        if self.error is None:
+            self.send(encode_frame(Call(NOTICE_ID, name, stamp_s, msgspec.Raw(body))))
+
     def fail(self, error: EmulatorError) -> None:
         """The connection broke, or is given up: so are all calls on it, and it is closed."""
         if self.error is None:
@@ -206,6 +215,7 @@ class RpcPort:
         self._nursery = nursery
         self._on_lost = on_lost
         self._handlers: dict[str, tuple[type[msgspec.Struct], Handler]] = {}
+        self._heeded: dict[str, tuple[type[msgspec.Struct], Callable[[str, Any], None]]] = {}
         self._callers: dict[str, _Caller] = {}
 
     def serve(self, method: Method[Q, A], handler: Callable[[Q], Awaitable[A]]) -> None:
@@ -213,6 +223,18 @@ class RpcPort:
         if method.name in self._handlers:
             raise ValueError(f"{self._node} serves {method.name} already")
         self._handlers[method.name] = (method.request, handler)
+
+    def heed(self, name: str, kind: type[Q], act: Callable[[str, Q], None]) -> None:
+        """Hand every notice ``name`` to ``act``, with the node that it is from."""
+        self._heeded[name] = (kind, act)
+
+    def tell(self, node: str, name: str, notice: msgspec.Struct) -> None:
+        """Send a notice. Nobody says whether it arrived; when ``node`` is gone, ``on_lost`` is told."""
+        self._caller(node).tell(name, self._now(), msgspec.msgpack.encode(notice))
+
+    def reach(self, node: str) -> None:
+        """Connect to ``node`` if this is not done, so that ``on_lost`` is told when it is gone."""
+        self._caller(node)
 
     async def call(self, node: str, method: Method[Q, A], request: Q) -> A:
         """The reply of ``node``, or the error it answered with. PeerLost when it is gone."""
@@ -252,7 +274,10 @@ class RpcPort:
                     peer = hello.src
                     while True:
                         call = decode_frame(await frames.frame(), Call)
-                        self._nursery.start_soon(self._handle, call, connection, peer)
+                        if call.id == NOTICE_ID:
+                            self._heed(call, peer)
+                        else:
+                            self._nursery.start_soon(self._handle, call, connection, peer)
                 except ProtocolViolation as violation:
                     error = violation
                     _log.error("protocol_violation", node=self._node, peer=peer, reason=violation.text)
@@ -262,6 +287,17 @@ class RpcPort:
         finally:
             close(sock)
         return peer, error
+
+    def _heed(self, call: Call, peer: str) -> None:
+        heeded = self._heeded.get(call.method)
+        if heeded is None:
+            raise ProtocolViolation(f"{self._node} does not heed {call.method!r}")
+        kind, act = heeded
+        try:
+            notice = msgspec.msgpack.decode(call.body, type=kind)
+        except msgspec.MsgspecError as error:
+            raise ProtocolViolation(f"{call.method}: no {kind.__name__}: {error}") from None
+        act(peer, notice)
 
     async def _handle(self, call: Call, connection: _Connection, peer: str) -> None:
         """Answer one call in a task of its own, once the modelled latency is over."""

@@ -55,7 +55,8 @@ class _Message:
 class QueuePair:
     """The queue pair (src, dst, lane) as its source node holds it. ``run`` must be running in a task.
 
-    ``connect`` opens its socket; ``on_end`` is told once, with the error, when the pair broke.
+    ``connect`` opens its socket; ``on_end`` is told once, with the error, when the pair broke; ``call_at`` calls
+    at a model time.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class QueuePair:
         books: Books,
         now: Callable[[], float],
         on_end: Callable[[QueuePair, EmulatorError], None],
+        call_at: Callable[[float, Callable[[], None]], None],
     ) -> None:
         self.hello = hello
         self._connect = connect
@@ -72,6 +74,7 @@ class QueuePair:
         self._meter = books.port(hello.src.nic, "read", hello.lane)
         self._now = now
         self._on_end = on_end
+        self._call_at = call_at
         self._queue: deque[_Message] = deque()
         self._begun: deque[_Message] = deque()
         self._placed = 0
@@ -96,6 +99,12 @@ class QueuePair:
 
     def detach(self, stream: PostedStream) -> None:
         self._streams.pop(stream, None)
+
+    def later(self, after_s: float, not_before_s: float, act: Callable[[], None]) -> float:
+        """Call ``act`` in ``after_s`` seconds, though not before a time; when that is."""
+        at_s = max(self._now() + after_s, not_before_s)
+        self._call_at(at_s, act)
+        return at_s
 
     def post(self, stream: PostedStream, segments: Sequence[Segment]) -> None:
         """Queue the next segments of ``stream``, in order."""
@@ -222,20 +231,35 @@ class PostedStream(WriteStream):
         self._pair = pair
         self._segments = segments
         self.region, self.tag = target.region.encode(), tag.encode()
-        self._released = self._begun = 0
+        self._released = self._posted = self._begun = 0
+        self._deferred: deque[int] = deque()
+        self._due_s = 0.0
         self._placed = Counter()
         self._closed = self._lost = False
         pair.attach(self)
 
-    def release(self, upto: int) -> None:
+    def release(self, upto: int, *, after_s: float = 0.0) -> None:
         if self._closed:
             raise ValueError("the stream is closed")
         if not self._released <= upto <= len(self._segments):
             raise ValueError(f"release({upto}): expected {self._released} to {len(self._segments)}")
-        fresh = self._segments[self._released : upto]
+        self._released = upto
+        if after_s <= 0 and not self._deferred:
+            self._post(upto)
+        else:
+            self._deferred.append(upto)
+            self._due_s = self._pair.later(after_s, self._due_s, self._ring)
+
+    def _ring(self) -> None:
+        """What was deferred longest is due."""
+        if self._deferred:
+            self._post(self._deferred.popleft())
+
+    def _post(self, upto: int) -> None:
+        fresh = self._segments[self._posted : upto]
+        self._posted = upto
         if fresh and not self._lost:
             self._pair.post(self, fresh)
-        self._released = upto
 
     @property
     def placed(self) -> int:
@@ -248,7 +272,8 @@ class PostedStream(WriteStream):
 
     async def aclose(self) -> None:
         self._closed = True
-        if self._released > self._begun:
+        self._deferred.clear()
+        if self._posted > self._begun:
             self._pair.drop(self)
         with trio.CancelScope(shield=True):
             while self.placed < self._begun and not self._lost:

@@ -14,23 +14,29 @@ Knows nothing of topologies: addresses, rates and TOS bytes come as plain data.
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import TypeVar
 
 import msgspec
 import trio
 
 from ..errors import EmulatorError, PeerLost
-from ..records import PortBytes, TransferBytes
+from ..records import ExchangeRecord, PortBytes, TransferBytes
 from .interface import (
+    FREE_NIC,
+    MAX_PAYLOAD_BYTES,
     Endpoint,
+    Exchanged,
     Fabric,
     Marks,
     Method,
     Region,
+    Ring,
     Segment,
+    Side,
     Target,
     VirtualLane,
     WriteStream,
@@ -40,10 +46,14 @@ from .receiver import MarkTable, ReceiveBuffer, Reception
 from .rpc import RpcPort
 from .sender import PostedStream, QueuePair
 from .sockets import MakeSocket, accept, connect, listen, window_of
+from .tcp_collective import SCRATCH_REGION, TcpRings
 from .wallclock import Alarm, WallClock, open_alarm
 from .wire import PairHello
 
 __all__ = ["Addresses", "TcpFabric", "open_tcp_fabric"]
+
+SIDES: tuple[Side, ...] = ("host", "gpu")
+NO_LANE_MAP: Mapping[VirtualLane, VirtualLane] = MappingProxyType({})
 
 Q = TypeVar("Q", bound=msgspec.Struct)
 A = TypeVar("A", bound=msgspec.Struct)
@@ -52,8 +62,8 @@ A = TypeVar("A", bound=msgspec.Struct)
 class Addresses(msgspec.Struct, frozen=True, kw_only=True):
     """Where everybody is: the same value for all nodes of a cluster. IPv4 addresses as text.
 
-    ``endpoints``: the address of each NIC side. ``management``: that of each node, for calls. ``tos``: the
-    TOS byte (DSCP in the upper six bits) of each lane.
+    ``endpoints``: the address of each NIC side. ``management``: that of each node, for calls and for its free
+    endpoints. ``tos``: the TOS byte (DSCP in the upper six bits) of each lane.
     """
 
     endpoints: Mapping[Endpoint, str]
@@ -61,6 +71,10 @@ class Addresses(msgspec.Struct, frozen=True, kw_only=True):
     data_port: int
     rpc_port: int
     tos: Mapping[VirtualLane, int]
+
+    def of(self, endpoint: Endpoint) -> str:
+        """Where ``endpoint`` is. KeyError where the plan does not have it."""
+        return self.management[endpoint.node] if endpoint.free else self.endpoints[endpoint]
 
 
 class TcpFabric(Fabric):
@@ -77,6 +91,7 @@ class TcpFabric(Fabric):
         rpc_latency_s: float,
         rates: Mapping[str, float],
         window_s: float,
+        lane_map: Mapping[VirtualLane, VirtualLane],
         make_socket: MakeSocket,
     ) -> None:
         self.node = node
@@ -86,6 +101,7 @@ class TcpFabric(Fabric):
         self._nursery = nursery
         self._windows = {nic: window_of(rate) for nic, rate in rates.items()}
         self._make_socket = make_socket
+        self._lane_map = lane_map
         self._regions: dict[str, Region] = {}
         self._marks = MarkTable()
         self._books = Books(window_s)
@@ -104,6 +120,17 @@ class TcpFabric(Fabric):
             nursery,
             self._lose,
         )
+        self._scratch = self.register(SCRATCH_REGION, MAX_PAYLOAD_BYTES)
+        self._rings = TcpRings(
+            node,
+            self._rpc,
+            self._from_scratch,
+            self._books,
+            self.now,
+            self.sleep_until,
+            rpc_latency_s,
+            nursery,
+        )
 
     def now(self) -> float:
         return self._clock.now()
@@ -117,7 +144,11 @@ class TcpFabric(Fabric):
         region = self._regions[name] = Region.allocate(name, size_bytes)
         return region
 
-    async def write(self, target: Target, local: Region, segment: Segment, *, tag: str = "") -> None:
+    async def write(
+        self, target: Target, local: Region, segment: Segment, *, tag: str = "", after_s: float = 0.0
+    ) -> None:
+        if after_s > 0:
+            await self.sleep(after_s)
         await trio.lowlevel.checkpoint_if_cancelled()
         stream = PostedStream(self._pair(target), target, local, (segment,), tag)
         stream.release(1)
@@ -142,6 +173,23 @@ class TcpFabric(Fabric):
     async def call(self, node: str, method: Method[Q, A], request: Q) -> A:
         return await self._rpc.call(node, method, request)
 
+    async def collective(
+        self,
+        ring: Ring,
+        payload: Mapping[Endpoint, int],
+        *,
+        ready_s: float,
+        amount: int = 0,
+        lane: VirtualLane = VirtualLane.MODEL,
+    ) -> Exchanged:
+        return await self._rings.collective(ring, payload, ready_s, amount, self._lane(lane))
+
+    async def wait_entered(self, ring: Ring) -> None:
+        await self._rings.wait_entered(ring)
+
+    def exchanges(self) -> tuple[ExchangeRecord, ...]:
+        return self._books.exchanges()
+
     def sent(self) -> tuple[TransferBytes, ...]:
         return self._books.sent()
 
@@ -156,29 +204,41 @@ class TcpFabric(Fabric):
         live = sum(pair.retransmits() for pair in self._pairs.values())
         return self._past_retransmits + live + sum(reception.retransmits() for reception in self._receptions)
 
+    def _lane(self, lane: VirtualLane) -> VirtualLane:
+        """The lane that carries what is asked to go on ``lane``."""
+        return self._lane_map.get(lane, lane)
+
+    def _from_scratch(self, target: Target, segment: Segment) -> PostedStream:
+        return PostedStream(self._pair(target), target, self._scratch, (segment,), "")
+
     def _pair(self, target: Target) -> QueuePair:
         """The queue pair of ``target``, opened on first use."""
-        key = (target.src, target.dst, target.lane)
+        key = (target.src, target.dst, self._lane(target.lane))
         pair = self._pairs.get(key)
         if pair is None:
             if target.src.node != self.node:
                 raise ValueError(f"{self.node} cannot send from {target.src}")
-            endpoints = self._addresses.endpoints
-            for endpoint in (target.src, target.dst):
-                if endpoint not in endpoints:
-                    raise ValueError(f"no address of {endpoint} in the address plan")
+            try:
+                source, destination = self._addresses.of(target.src), self._addresses.of(target.dst)
+            except KeyError as unknown:
+                raise ValueError(f"no address of {unknown.args[0]} in the address plan") from None
             open_socket = partial(
                 connect,
                 self._make_socket,
-                endpoints[target.src],
-                (endpoints[target.dst], self._addresses.data_port),
-                self._addresses.tos[target.lane],
+                source,
+                (destination, self._addresses.data_port),
+                self._addresses.tos[key[2]],
                 self._windows.get(target.src.nic),
             )
-            pair = QueuePair(PairHello(*key), open_socket, self._books, self._clock.now, self._end_pair)
+            pair = QueuePair(
+                PairHello(*key), open_socket, self._books, self._clock.now, self._end_pair, self._call_at
+            )
             self._pairs[key] = pair
             self._nursery.start_soon(pair.run)
         return pair
+
+    def _call_at(self, at_s: float, act: Callable[[], None]) -> None:
+        self._alarm.call_at(self._clock.monotonic(at_s), act)
 
     def _end_pair(self, pair: QueuePair, error: EmulatorError) -> None:
         hello = pair.hello
@@ -190,21 +250,29 @@ class TcpFabric(Fabric):
         """A connection to ``node`` broke. If that means the node is gone, fail all else that needs it."""
         if isinstance(error, PeerLost):
             self._rpc.lose(node, error)
+            self._rings.lose(node, error)
             # Out of the table first, or each would bring down the next from inside.
             for pair in [self._pairs.pop(key) for key in list(self._pairs) if key[1].node == node]:
                 pair.fail(error)
 
-    async def serve_endpoint(self, listener: socket.socket, endpoint: Endpoint) -> None:
-        """Accept the queue pairs that end in ``endpoint``."""
-        tos, window = self._addresses.tos[VirtualLane.CONTROL], self._windows.get(endpoint.nic)
+    async def serve_endpoints(self, listener: socket.socket, nic: str, endpoints: Collection[Endpoint]) -> None:
+        """Accept the queue pairs that end in ``endpoints``, sides of ``nic`` that share an address."""
+        tos, window = self._addresses.tos[VirtualLane.CONTROL], self._windows.get(nic)
         while True:
             sock = await accept(listener, tos, window)
-            self._nursery.start_soon(self._receive, sock, endpoint)
+            self._nursery.start_soon(self._receive, sock, endpoints)
 
-    async def _receive(self, sock: socket.socket, endpoint: Endpoint) -> None:
-        address_of = self._addresses.endpoints.__getitem__
+    async def _receive(self, sock: socket.socket, endpoints: Collection[Endpoint]) -> None:
         reception = Reception(
-            sock, endpoint, address_of, self._regions, self._marks, self._books, self._clock.now, self._buffer
+            sock,
+            self.node,
+            endpoints,
+            self._addresses.of,
+            self._regions,
+            self._marks,
+            self._books,
+            self._clock.now,
+            self._buffer,
         )
         self._receptions.add(reception)
         hello, error = await reception.run()
@@ -234,14 +302,16 @@ async def open_tcp_fabric(
     *,
     rates: Mapping[str, float] | None = None,
     window_s: float = 1.0,
+    lane_map: Mapping[VirtualLane, VirtualLane] = NO_LANE_MAP,
     make_socket: MakeSocket = socket.socket,
 ) -> AsyncIterator[TcpFabric]:
     """The fabric of ``node``, listening on all its addresses from the first moment on.
 
     ``rates``: payload bytes per *wall* second of this node's NICs by name, from which the socket buffers
     follow; a NIC without one is not shaped, and its sockets grow as the kernel sees fit. ``rpc_latency_s``
-    and ``window_s`` (of the port counters) are model seconds. ``make_socket`` makes every socket; a harness
-    that hosts several nodes hands in one that works in the node's namespace.
+    and ``window_s`` (of the port counters) are model seconds. ``lane_map``: the lane that carries what is asked
+    to go on another, for all nodes alike; counters name the lane that carried. ``make_socket`` makes every socket;
+    a harness that hosts several nodes hands in one that works in the node's namespace.
 
     Raises EmulatorError when an address cannot be listened on. Errors of the body and of handlers come out in
     an exception group, as from any nursery.
@@ -258,7 +328,11 @@ async def open_tcp_fabric(
 
         control = addresses.tos[VirtualLane.CONTROL]
         own = [(endpoint, ip) for endpoint, ip in addresses.endpoints.items() if endpoint.node == node]
-        listeners = [(endpoint, listener(ip, addresses.data_port, control)) for endpoint, ip in own]
+        listeners: list[tuple[str, list[Endpoint], socket.socket]] = [
+            (endpoint.nic, [endpoint], listener(ip, addresses.data_port, control)) for endpoint, ip in own
+        ]
+        free = [Endpoint(node, FREE_NIC, side) for side in SIDES]
+        listeners.append((FREE_NIC, free, listener(addresses.management[node], addresses.data_port, 0)))
         calls = listener(addresses.management[node], addresses.rpc_port, 0)
         alarm = stack.enter_context(open_alarm())
         async with trio.open_nursery() as nursery:
@@ -271,11 +345,12 @@ async def open_tcp_fabric(
                 rpc_latency_s=rpc_latency_s,
                 rates=rates or {},
                 window_s=window_s,
+                lane_map=lane_map,
                 make_socket=make_socket,
             )
             nursery.start_soon(alarm.run)
-            for endpoint, sock in listeners:
-                nursery.start_soon(fabric.serve_endpoint, sock, endpoint)
+            for nic, endpoints, sock in listeners:
+                nursery.start_soon(fabric.serve_endpoints, sock, nic, endpoints)
             nursery.start_soon(fabric.serve_calls, calls)
             try:
                 yield fabric

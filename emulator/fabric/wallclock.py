@@ -12,7 +12,7 @@ import heapq
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
@@ -65,24 +65,25 @@ def _checked(result: int) -> int:
 
 
 class Alarm:
-    """Wakes tasks at monotonic instants. ``run`` must be running in a task; made by ``open_alarm``."""
+    """Wakes tasks and calls functions at monotonic instants.
+
+    ``run`` must be running in a task; made by ``open_alarm``.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._order = itertools.count()
-        self._due: list[tuple[float, int, trio.Event]] = []
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
 
     async def wait_until(self, monotonic_s: float) -> None:
         """Return at CLOCK_MONOTONIC ``monotonic_s``, or at once (a checkpoint) if that is past."""
         if monotonic_s <= time.monotonic():
             await trio.lowlevel.checkpoint()
             return
-        entry = (monotonic_s, next(self._order), trio.Event())
-        heapq.heappush(self._due, entry)
-        if self._due[0] is entry:
-            self._arm()
+        event = trio.Event()
+        entry = self._push(monotonic_s, event.set)
         try:
-            await entry[2].wait()
+            await event.wait()
         except trio.Cancelled:
             # Never long: what is due later than a role's next step is a time-out, and those are Trio's. Not
             # there any more when it fell due between the cancellation and this task's turn.
@@ -91,8 +92,12 @@ class Alarm:
                 heapq.heapify(self._due)
             raise
 
+    def call_at(self, monotonic_s: float, act: Callable[[], None]) -> None:
+        """Call ``act`` at CLOCK_MONOTONIC ``monotonic_s``, soon if that is past; those of one instant in order."""
+        self._push(monotonic_s, act)
+
     async def run(self) -> NoReturn:
-        """Serve the waiters for ever."""
+        """Serve them for ever."""
         while True:
             await trio.lowlevel.wait_readable(self._fd)
             # Nothing to read when an earlier waiter set the timer anew after it went off.
@@ -100,9 +105,16 @@ class Alarm:
                 os.read(self._fd, 8)
             now = time.monotonic()
             while self._due and self._due[0][0] <= now:
-                heapq.heappop(self._due)[2].set()
+                heapq.heappop(self._due)[2]()
             if self._due:
                 self._arm()
+
+    def _push(self, monotonic_s: float, act: Callable[[], None]) -> tuple[float, int, Callable[[], None]]:
+        entry = (monotonic_s, next(self._order), act)
+        heapq.heappush(self._due, entry)
+        if self._due[0] is entry:
+            self._arm()
+        return entry
 
     def _arm(self) -> None:
         nanoseconds = int(self._due[0][0] * 1e9) + 1

@@ -29,6 +29,7 @@ __all__ = [
     "FRAME_PREFIX_BYTES",
     "MAX_EXTENTS",
     "MAX_FRAME_BYTES",
+    "NOTICE_ID",
     "Answer",
     "Call",
     "Failure",
@@ -55,6 +56,9 @@ MAX_FRAME_BYTES = 1 << 26
 """Largest RPC frame; a batched block write is some megabytes."""
 
 FRAME_PREFIX_BYTES = 4
+NOTICE_ID = -1
+"""The id of a call that wants no answer."""
+
 MAX_HELLO_BYTES = 4096
 MAX_TEXT_BYTES = 65_535
 
