@@ -1,16 +1,19 @@
 """How long a forward pass takes: FLOPs and bytes to model seconds, per model and GPU, or a measured table.
 
-Pure but for reading a table. A layer of a forward takes::
+Pure but for reading a table. A layer of a forward takes, on one GPU::
 
-    max(FLOPs of its matrix products / achieved rate, resident weight bytes / HBM bandwidth)
-    + attention: per request max(FLOPs / achieved rate, KV bytes read / HBM bandwidth)
-    + a fixed overhead
+    attention   per request max(FLOPs / achieved rate, KV bytes read / HBM bandwidth)
+    + the rest  max(FLOPs of its matrix products / achieved rate, resident weight bytes / HBM bandwidth)
+                + a fixed overhead
 
-on one GPU; waiting for the other GPUs of an expert-parallel group is the roles' matter. Peaks are data-sheet
-numbers. Achieved rates are not: each says below whether somebody published it or it is assumed here.
+The two are apart because the GPUs of an expert-parallel group wait for each other between them; exchanging tokens
+with their experts (``experts``) and that wait are not in either. Peaks are data-sheet numbers. Achieved rates are
+not: each says below whether somebody published it or it is assumed here.
 
 A measured table (CSV ``cached,bsz,ms``) replaces the time of prefill forwards. It is a full grid, read by bilinear
-interpolation; outside of it there is no answer, only an error.
+interpolation; outside of it there is no answer, only an error. It does not tell attention from the rest: what
+remains of its shortest context's times without that context's attention by the formula is the rest, of which no
+context knows; all else is attention.
 """
 
 from __future__ import annotations
@@ -19,14 +22,24 @@ import bisect
 import csv
 import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .errors import ConfigError
 from .models.shape import ModelShape
 
-__all__ = ["HOPPER", "CostModel", "CostTable", "Gpu", "load_costs", "load_table"]
+__all__ = [
+    "HOPPER",
+    "Batch",
+    "CostModel",
+    "CostTable",
+    "Gpu",
+    "SplitTable",
+    "load_costs",
+    "load_table",
+    "split_table",
+]
 
 Batch = Sequence[tuple[int, int]]
 """(cached, new) tokens of each request in a prefill forward."""
@@ -34,7 +47,7 @@ Batch = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: achieved rates in FLOP/s and bytes/s."""
+    """One GPU: achieved rates in FLOP/s and bytes/s; ``nvlink_bps`` each way."""
 
     name: str
     gemm_fp8: float
@@ -42,6 +55,7 @@ class Gpu:
     attention_prefill: float
     attention_decode: float
     hbm_bps: float
+    nvlink_bps: float
 
     def gemm(self, precision: str) -> float:
         return self.gemm_fp8 if precision == "fp8" else self.gemm_bf16
@@ -60,6 +74,8 @@ HOPPER = Gpu(
     attention_decode=410e12,
     # Peak 3.35 TB/s (same data sheet); FlashMLA's README: 3,000 GB/s achieved where bound by memory.
     hbm_bps=3.0e12,
+    # NVLink, each way: 900 GB/s in total (same data sheet). The export variant, H800, has 400 in total, so 200e9.
+    nvlink_bps=450e9,
 )
 
 
@@ -100,60 +116,126 @@ def _cell(axis: tuple[int, ...], at: float) -> tuple[int, float]:
 
 
 @dataclass(frozen=True)
+class SplitTable:
+    """A measured table's forwards in two: ``attention``, and the ``rest``, whose rows are all the same."""
+
+    attention: CostTable
+    rest: CostTable
+
+    def attention_s(self, cached: int, new: int) -> float:
+        """Seconds of one request's attention, all layers; ConfigError outside of the table."""
+        return self.attention.forward_s(cached, new)
+
+    def rest_s(self, tokens: float) -> float:
+        """Seconds of the rest, all layers; ConfigError beyond the table.
+
+        Below one token, one token's: a forward reads its weights for whatever share of a token this GPU has.
+        """
+        return self.rest.forward_s(self.rest.cached[0], max(tokens, 1.0))
+
+
+def split_table(table: CostTable, formula: Callable[[int, int], float]) -> SplitTable:
+    """Attention and rest of a measured table; ``formula``: seconds of attention at (cached, new).
+
+    ConfigError names a row that takes less time than its attention by the formula alone, or no more than what a
+    shorter context's time has besides attention.
+    """
+    first = table.cached[0]
+    for cached, row in zip(table.cached, table.seconds, strict=True):
+        for new, seconds in zip(table.new, row, strict=True):
+            least = formula(cached, new)
+            if seconds < least:
+                raise ConfigError(
+                    f"{table.source}: cached={cached}, bsz={new}: {seconds * 1e3:g} ms, but attention alone takes"
+                    f" {least * 1e3:.3g} ms by its FLOPs and bytes; expected the ms of a whole forward"
+                )
+    rest = tuple(seconds - formula(first, new) for new, seconds in zip(table.new, table.seconds[0], strict=True))
+    attention = tuple(tuple(s - r for s, r in zip(row, rest, strict=True)) for row in table.seconds)
+    for cached, row in zip(table.cached, attention, strict=True):
+        for new, seconds, other in zip(table.new, row, rest, strict=True):
+            if seconds <= 0:
+                raise ConfigError(
+                    f"{table.source}: cached={cached}, bsz={new}: {(seconds + other) * 1e3:g} ms, but bsz={new}"
+                    f" takes {other * 1e3:.3g} ms besides attention at cached={first}; expected more than that"
+                )
+    return SplitTable(replace(table, seconds=attention), replace(table, seconds=tuple(rest for _ in table.cached)))
+
+
+@dataclass(frozen=True)
 class CostModel:
     """Times of one GPU's forward passes, in model seconds."""
 
     shape: ModelShape
     gpu: Gpu = HOPPER
-    table: CostTable | None = None
+    table: SplitTable | None = None
 
     def prefill_flops(self, cached: int, new: int) -> int:
         """FLOPs of prefilling ``new`` tokens after ``cached``, all layers."""
         shape = self.shape
         return 2 * shape.active_params * new + shape.layers * shape.attention.span_flops(cached, new)
 
-    def attention_s(self, batch: Batch) -> float:
-        """Seconds of attention in all layers of a prefill forward: what the compute quota bounds.
+    def attention_bounds_s(self, cached: int, new: int) -> tuple[float, float]:
+        """Seconds of a request's attention in one layer of a prefill by its FLOPs, and by the KV bytes it reads.
 
-        From FLOPs and bytes even with a measured table, which does not tell attention from the rest.
+        By the formula, even where a table was measured. Attention takes the longer of the two.
         """
         shape, gpu = self.shape, self.gpu
-        layer = 0.0
-        for cached, new in batch:
-            flops_s = shape.attention.span_flops(cached, new) / gpu.attention_prefill
-            layer += max(flops_s, (cached + new) * shape.kv_bytes / gpu.hbm_bps)
-        return shape.layers * layer
+        flops_s = shape.attention.span_flops(cached, new) / gpu.attention_prefill
+        return flops_s, (cached + new) * shape.kv_bytes / gpu.hbm_bps
+
+    def attention_s(self, batch: Batch) -> float:
+        """Seconds of attention in all layers of a prefill forward, by the formula even with a measured table."""
+        return self.shape.layers * sum(max(self.attention_bounds_s(*request)) for request in batch)
+
+    def attention_layer_s(self, batch: Batch) -> float:
+        """Seconds of one layer's attention of a prefill forward. ConfigError outside of a table."""
+        if self.table is None:
+            return sum(max(self.attention_bounds_s(*request)) for request in batch)
+        return sum(self.table.attention_s(*request) / self.shape.layers for request in batch)
+
+    def rest_layer_s(self, tokens: float) -> float:
+        """Seconds of everything else of one layer of a prefill forward: products or weights, and the overhead.
+
+        ``tokens``: new tokens that this GPU computes. Under expert parallelism that is the group's mean, which may
+        be no whole number, and 0, where only weights and overhead remain. ConfigError beyond a table.
+        """
+        shape = self.shape
+        if self.table is not None:
+            return self.table.rest_s(tokens) / shape.layers
+        return self._linear_s(tokens) / shape.layers + shape.prefill_layer_overhead_us * 1e-6
 
     def prefill_layer_s(self, batch: Batch) -> float:
         """Seconds of one layer of a prefill forward over ``batch``; 0 for an empty one.
 
-        With a table, a batch costs what one request with as many new tokens would, behind their mean context:
-        exact for attention that grows linearly with the context. ConfigError outside of the table.
+        With a table, a request alone costs what was measured. ConfigError outside of it.
         """
-        new = sum(n for _, n in batch)
-        if new == 0:
+        if not batch:
             return 0.0
-        shape = self.shape
-        if self.table is not None:
-            return self.table.forward_s(sum(c * n for c, n in batch) / new, new) / shape.layers
-        linear = self._linear_s(new)
-        return (linear + self.attention_s(batch)) / shape.layers + shape.prefill_layer_overhead_us * 1e-6
+        return self.attention_layer_s(batch) + self.rest_layer_s(sum(new for _, new in batch))
 
-    def decode_step_s(self, contexts: Sequence[int]) -> float:
-        """Seconds of one decode step, all layers, one token for each of ``contexts``; 0 for none.
-
-        Every step reads all resident weights: other GPUs' tokens reach this one's experts too.
-        """
-        if not contexts:
-            return 0.0
+    def decode_attention_s(self, contexts: Sequence[int]) -> float:
+        """Seconds of attention in all layers of a decode step, one token for each of ``contexts``."""
         shape, gpu = self.shape, self.gpu
         attention = shape.attention
         layer = 0.0
         for context in contexts:
             bytes_s = attention.token_bytes(context, shape.kv_bytes) / gpu.hbm_bps
             layer += max(attention.token_flops(context) / gpu.attention_decode, bytes_s)
-        overhead = shape.decode_layer_overhead_us * 1e-6
-        return self._linear_s(len(contexts)) + shape.layers * (layer + overhead)
+        return shape.layers * layer
+
+    def decode_rest_s(self, tokens: float) -> float:
+        """Seconds of everything else in all layers of a decode step of ``tokens`` tokens (as in ``rest_layer_s``).
+
+        Every step reads all resident weights: other GPUs' tokens reach this one's experts too.
+        """
+        shape = self.shape
+        return self._linear_s(tokens) + shape.layers * shape.decode_layer_overhead_us * 1e-6
+
+    def decode_step_s(self, contexts: Sequence[int]) -> float:
+        """Seconds of one decode step, all layers, one token for each of ``contexts``; 0 for none."""
+        if not contexts:
+            return 0.0
+        return self.decode_attention_s(contexts) + self.decode_rest_s(len(contexts))
 
     def cache_compute_ratio_gb_per_pflop(self, cached: int, append: int) -> float:
         """GB of KV that a turn reads per PFLOP that it computes (the paper's table 1).
@@ -168,9 +250,9 @@ class CostModel:
         """ConfigError now, rather than in the run, if a table misses a forward within these limits."""
         if self.table is not None:
             for cached, new in ((0, 1), (max_cached, max_new)):
-                self.table.forward_s(cached, new)
+                self.table.attention_s(cached, new)
 
-    def _linear_s(self, tokens: int) -> float:
+    def _linear_s(self, tokens: float) -> float:
         shape, gpu = self.shape, self.gpu
         products_s = 2 * shape.active_params * tokens / gpu.gemm(shape.compute)
         return max(products_s, shape.weight_bytes_per_gpu / gpu.hbm_bps)
@@ -178,7 +260,10 @@ class CostModel:
 
 def load_costs(shape: ModelShape, table: Path | None = None) -> CostModel:
     """The cost model of ``shape`` on Hopper, its prefill times replaced by a measured table if there is one."""
-    return CostModel(shape, table=None if table is None else load_table(table))
+    formula = CostModel(shape)
+    if table is None:
+        return formula
+    return replace(formula, table=split_table(load_table(table), lambda *request: formula.attention_s([request])))
 
 
 HEADER = ("cached", "bsz", "ms")

@@ -119,8 +119,6 @@ def test_table_replaces_prefill_times(tmp_path: Path) -> None:
     cost = load_costs(shape, _table(tmp_path, GRID))
     for cached, new, ms in ((0, 1, 10), (1000, 101, 80), (500, 1, 20), (0, 51, 15), (500, 51, 35)):
         assert_within(shape.layers * cost.prefill_layer_s([(cached, new)]), ms / 1000, rel=1e-12)
-    pair = cost.prefill_layer_s([(200, 50), (800, 50)])
-    assert_within(pair, cost.prefill_layer_s([(500, 100)]), rel=1e-12, what="a batch at its mean context")
     assert cost.decode_step_s([5]) == load_costs(shape).decode_step_s([5])
 
 

@@ -71,7 +71,7 @@ def test_files_of_the_users_are_found_from_anywhere(tmp_path: Path, monkeypatch:
     """A relative model or cost file becomes absolute; a bundled name stays a name."""
     shape = resources.files("emulator.models").joinpath("ds27b.toml").read_text()
     (tmp_path / "mine.toml").write_text(shape)
-    (tmp_path / "costs.csv").write_text("cached,bsz,ms\n0,1,1\n0,99999,9\n199999,1,2\n199999,99999,99\n")
+    (tmp_path / "costs.csv").write_text("cached,bsz,ms\n0,1,10\n0,99999,20000\n199999,1,20\n199999,99999,90000\n")
     monkeypatch.chdir(tmp_path)
     model = run_config(
         load_topology("1p1d"), EngineConfig(), ModelConfig(name="mine.toml", costs="costs.csv"), ScaleConfig()

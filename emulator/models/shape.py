@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ import msgspec
 
 from ..errors import ConfigError
 
-__all__ = ["Attention", "Gqa", "MlaSparse", "ModelShape", "bundled_shapes", "load_shape"]
+__all__ = ["Attention", "Experts", "Gqa", "MlaSparse", "ModelShape", "bundled_shapes", "load_shape"]
 
 
 _MOST = {
@@ -30,11 +31,19 @@ _MOST = {
 }
 """Far beyond any model: above these a run would take for ever, so they are mistakes of unit or typing."""
 
+_MOST_OF_EXPERTS = {"hidden": 2**24, "top_k": 2**16, "dispatch_bytes": 16, "combine_bytes": 16}
+
 
 def _at_least_one(value: msgspec.Struct, *names: str) -> None:
     for name in names:
         if getattr(value, name) < 1:
             raise ValueError(f"{name} = {getattr(value, name)}: expected 1 or more")
+
+
+def _at_most(value: msgspec.Struct, limits: Mapping[str, float]) -> None:
+    for name, most in limits.items():
+        if getattr(value, name) > most:
+            raise ValueError(f"{name} = {getattr(value, name)}: expected at most {most:,.0f}")
 
 
 class Gqa(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="gqa"):
@@ -110,12 +119,30 @@ def _sum_of_contexts(cached: int, new: int) -> int:
 Attention = Gqa | MlaSparse
 
 
+class Experts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What expert parallelism exchanges: a layer sends a token to ``top_k`` experts and adds up what they return.
+
+    ``hidden``: elements of a token's activation; ``dispatch_bytes`` and ``combine_bytes``: of one element on the
+    way to an expert and back.
+    """
+
+    hidden: int
+    top_k: int
+    dispatch_bytes: int
+    combine_bytes: int
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, *self.__struct_fields__)
+        _at_most(self, _MOST_OF_EXPERTS)
+
+
 class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A model as its costs see it.
 
     ``kv_bytes``: per token and layer. ``active_params``: used per token, attention scores apart.
     ``weight_bytes_per_gpu``: resident on one GPU under the deployment's parallelism, read by every forward.
     ``compute``: the precision of its matrix products. Overheads: fixed time per layer of a forward.
+    ``experts``: None for a dense model, whose GPUs exchange nothing.
     """
 
     name: str
@@ -127,15 +154,14 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     prefill_layer_overhead_us: float
     decode_layer_overhead_us: float
     attention: Attention
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         _at_least_one(self, "layers", "kv_bytes", "active_params", "weight_bytes_per_gpu")
         for name in ("prefill_layer_overhead_us", "decode_layer_overhead_us"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 0 or more")
-        for name, most in _MOST.items():
-            if getattr(self, name) > most:
-                raise ValueError(f"{name} = {getattr(self, name)}: expected at most {most:,.0f}")
+        _at_most(self, _MOST)
         if isinstance(self.attention, MlaSparse) and self.attention.indexer_kv_bytes >= self.kv_bytes:
             raise ValueError(
                 f"attention.indexer_kv_bytes = {self.attention.indexer_kv_bytes}: expected a part of "
@@ -194,6 +220,9 @@ def _parse(source: str, text: str) -> ModelShape:
             raise ConfigError(f"{source}: attention.kind = {kind!r}: expected gqa or mla-sparse")
         fields = Gqa.__struct_fields__ if kind == "gqa" else MlaSparse.__struct_fields__
         _refuse_unknown(source, "attention.", attention, ("kind", *fields))
+    experts = data.get("experts")
+    if isinstance(experts, dict):
+        _refuse_unknown(source, "experts.", experts, Experts.__struct_fields__)
     try:
         return msgspec.convert(data, ModelShape)
     except msgspec.ValidationError as error:
