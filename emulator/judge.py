@@ -296,7 +296,12 @@ def read_rates(setup: Setup, records: RunRecords, limits: Limits = Limits()) -> 
     readers take, so nothing but the NIC's own write direction may hold them up. A CNIC waits for compute,
     for credits and for its peers' ports. Overlapping reads of a node are one stretch; a stretch counts when
     its bytes need ``read_wall_s`` of wall time or more at the configured rate.
+
+    Nothing can be told where reads are free, where a pool gives a part of them over other NICs, or where a
+    request is read on two sides, of which one waits for the other.
     """
+    if setup.system.free or setup.system.pool or any(r.path == "split" for r in records.requests):
+        return ()
     serving = {p.node: p for p in setup.ports if p.role != "storage" and p.nic.startswith("snic")}
     offered = math.fsum(p.rate_bps for p in setup.ports if p.role == "storage")
     reads: defaultdict[str, list[RequestRecord]] = defaultdict(list)

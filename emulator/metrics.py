@@ -1,7 +1,8 @@
-"""What a run's records say in figures: latencies, balance, bytes per step, the binding resource.
+"""What a run's records say of its requests: latencies and their parts, token counts, ratios.
 
-Pure. Times are model seconds; bytes are payload bytes unless a name says ``model``. An empty set has no
-figure: its summary is None, never 0. Must not import a role, a fabric implementation or ``report``.
+Pure. Times are model seconds. An empty set has no figure: its summary is None, never 0. How load lay is in
+``balance``, what resources carried in ``usage``, bytes per step in ``steps``; all of them are given a ``Setup``.
+Must not import a role, a fabric implementation or ``report``.
 """
 
 from __future__ import annotations
@@ -15,25 +16,24 @@ from typing import Literal
 
 import msgspec
 
-from .fabric.interface import Transfer
+from .config import EngineConfig
 from .kvcache import Layout
-from .records import NodeRecord, RequestRecord, RunRecords
+from .records import RequestRecord, RunRecords
 from .scale import Scale
+from .systems import SYSTEMS, System
 
 __all__ = [
     "PHASES",
     "SLO",
-    "STEPS",
-    "Balance",
-    "Binding",
+    "Direction",
     "Goodput",
     "Port",
     "Setup",
     "Summary",
     "Tokens",
     "agent_jct_s",
-    "binding",
     "breakdown",
+    "de_hit_tokens",
     "done",
     "e2e_s",
     "goodput",
@@ -43,18 +43,16 @@ __all__ = [
     "latency",
     "mean_breakdown",
     "path_share",
+    "pool_hit_ratio",
     "pooled_gaps",
     "reading_share",
-    "snic_balance",
-    "step_payload",
-    "steps_model_bytes",
     "summarise",
     "summarise_runs",
     "tokens",
     "tpot_s",
     "ttft_s",
     "ttst_s",
-    "utilisation",
+    "windows_since",
 ]
 
 Role = Literal["pe", "de", "storage"]
@@ -62,18 +60,6 @@ Direction = Literal["read", "write"]
 
 PHASES = ("scheduling", "allocating", "reading", "prefill", "transfer", "first_decode")
 """The parts of TTFT, in the order in which the report lists them."""
-
-STEPS = tuple(dict.fromkeys(key for t in Transfer if t is not Transfer.OTHER for key in (t.sent, *t.received)))
-"""The step keys of the report: pe1..pe9, de1..de7, de_miss, d2h, persist, in the order of their transfers."""
-
-BALANCE_WINDOW_S = 10.0
-"""Longest window of the storage-NIC balance; figure 13's own window is not printed, 10 s gives its values."""
-
-BALANCE_WINDOWS = 20
-"""A run shorter than 20 such windows is cut into 20, so that the balance is not that of two or three sums."""
-
-HIGH_LOAD = 0.5
-"""Load is high in a window whose bytes over all storage NICs are at least this part of the fullest window's."""
 
 
 class Port(msgspec.Struct, frozen=True):
@@ -90,11 +76,20 @@ class Port(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What was fixed before the run began and its figures depend on; ``ports`` are all CNICs and SNICs."""
+    """What was fixed before the run began and its figures depend on; ``ports`` are all CNICs and SNICs.
+
+    ``groups``: engines that synchronise with one another in every layer, each group as its engines' names.
+    ``de_direct``, ``ep_over``: the options of the replay; ``quota_s``: attention time of a prefill batch.
+    """
 
     layout: Layout
     scale: Scale
     ports: tuple[Port, ...]
+    system: System = SYSTEMS["dualpath"]
+    de_direct: bool = False
+    ep_over: Literal["nvlink", "cnic"] = "nvlink"
+    quota_s: float = EngineConfig().quota_s
+    groups: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.layout.kv_bytes != self.scale.kv_bytes:
@@ -140,23 +135,6 @@ class Tokens(msgspec.Struct, frozen=True):
     miss: int
     output: int
     persisted: int
-
-
-class Balance(msgspec.Struct, frozen=True):
-    """Storage-NIC Max/Avg: the mean over ``windows`` windows of ``window_s`` in which load was high."""
-
-    max_over_avg: float
-    window_s: float
-    windows: int
-
-
-class Binding(msgspec.Struct, frozen=True):
-    """The resource class with the highest mean utilisation, and its fullest member."""
-
-    resource: str
-    utilisation: float
-    fullest: str
-    fullest_utilisation: float
 
 
 def summarise(values: Iterable[float]) -> Summary | None:
@@ -324,132 +302,36 @@ def hit_ratio(requests: Iterable[RequestRecord]) -> float | None:
     return counts.hit / counts.prompt if counts.prompt else None
 
 
+def pool_hit_ratio(requests: Iterable[RequestRecord]) -> float | None:
+    """The part of the hit tokens that a DRAM pool gave, and not storage; None without a hit."""
+    rows = list(requests)
+    hit = sum(r.hit_tokens for r in rows)
+    return sum(r.pool_tokens for r in rows) / hit if hit else None
+
+
+def de_hit_tokens(r: RequestRecord) -> int:
+    """Hit tokens that were read on the DE side."""
+    return {"pe": 0, "de": r.hit_tokens}.get(r.path or "pe", r.de_hit_tokens)
+
+
 def path_share(requests: Iterable[RequestRecord], *, by: Literal["requests", "tokens"]) -> dict[str, float | None]:
-    """What part of the requests, or of their hit tokens, was read on each path; None without any."""
+    """What part of the requests took each path, or of their hit tokens was read on each side; None without any.
 
-    def weight(r: RequestRecord) -> int:
-        return 1 if by == "requests" else r.hit_tokens
-
+    Requests that were read on both sides are of neither path: they have a key of their own where there are any.
+    """
     rows = [r for r in requests if r.path is not None]
-    total = sum(map(weight, rows))
-    return {p: sum(weight(r) for r in rows if r.path == p) / total if total else None for p in ("pe", "de")}
+    if by == "requests":
+        weights = Counter(str(r.path) for r in rows)
+    else:
+        weights = Counter(pe=sum(r.hit_tokens - de_hit_tokens(r) for r in rows), de=sum(map(de_hit_tokens, rows)))
+    total = weights.total()
+    paths = ("pe", "de", "split") if weights["split"] else ("pe", "de")
+    return {path: weights[path] / total if total else None for path in paths}
 
 
-def step_payload(records: RunRecords) -> dict[str, int]:
-    """Payload bytes per key of ``STEPS``: sent keys from what senders counted, received ones from receivers.
-
-    ``de_miss``, ``d2h`` and ``persist`` have one key for both sides and show what was received.
-    """
-    total: Counter[str] = Counter()
-    for node in records.nodes:
-        for row in node.sent:
-            transfer = Transfer[row.transfer]
-            if transfer.sent not in transfer.received:
-                total[transfer.sent] += row.payload_bytes
-        for row in node.received:
-            for key in Transfer[row.transfer].received:
-                total[key] += row.payload_bytes
-    return {key: total[key] for key in STEPS}
-
-
-def steps_model_bytes(records: RunRecords, scale: Scale) -> dict[str, int]:
-    """``step_payload`` in model bytes (rounded, which moves nothing as long as whole KV entries moved)."""
-    return {key: round(payload * scale.shrink) for key, payload in step_payload(records).items()}
-
-
-def _since(windows: Sequence[int], window_s: float, t0_s: float) -> Sequence[int]:
+def windows_since(windows: Sequence[int], window_s: float, t0_s: float) -> Sequence[int]:
+    """The windows from the one that holds ``t0_s`` on."""
     return windows[int(t0_s // window_s) :]
-
-
-def _port_bytes(node: NodeRecord, nic: str, direction: str, t0_s: float) -> int:
-    return sum(
-        sum(_since(p.windows, p.window_s, t0_s)) for p in node.ports if p.nic == nic and p.direction == direction
-    )
-
-
-def utilisation(records: RunRecords, setup: Setup) -> dict[tuple[str, str, Direction], float] | None:
-    """Payload carried over what the port could carry, per (node, nic, direction), over all lanes.
-
-    Time runs from the window that holds t0 to the end of the run; None when no time passed.
-    """
-    elapsed = records.ended_s - records.t0_s
-    if elapsed <= 0:
-        return None
-    nodes = {n.node: n for n in records.nodes}
-    directions: tuple[Direction, Direction] = ("read", "write")
-    return {
-        (p.node, p.nic, d): _port_bytes(nodes[p.node], p.nic, d, records.t0_s) / (p.rate_bps * elapsed)
-        for p in setup.ports
-        if p.node in nodes
-        for d in directions
-    }
-
-
-def binding(records: RunRecords, setup: Setup) -> Binding | None:
-    """What limits the run: of every class of ports, and of the prefill engines, the one busiest on average.
-
-    A class is a role, a kind of NIC and a direction (``pe snic write``). An engine's utilisation is the part
-    of the time in which it has a batch, waits for KV inside a batch included.
-    """
-    ports = utilisation(records, setup)
-    if ports is None:
-        return None
-    roles = {(p.node, p.nic): p.role for p in setup.ports}
-    members: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for (node, nic, direction), used in ports.items():
-        kind = nic.rstrip("0123456789")
-        members[f"{roles[node, nic]} {kind} {direction}"][f"{node} {nic} {direction}"] = used
-    elapsed = records.ended_s - records.t0_s
-    for node_record in records.nodes:
-        for batch in node_record.batches:
-            engines = members["pe compute"]
-            busy = max(0.0, batch.ended_s - max(batch.started_s, records.t0_s))
-            engines[batch.engine] = engines.get(batch.engine, 0.0) + busy / elapsed
-    if not members:
-        return None
-
-    def mean(resource: str) -> float:
-        return math.fsum(members[resource].values()) / len(members[resource])
-
-    # Name breaks ties, so that the same records always give the same report.
-    resource = min(members, key=lambda name: (-mean(name), name))
-    fullest = min(members[resource], key=lambda name: (-members[resource][name], name))
-    return Binding(resource, mean(resource), fullest, members[resource][fullest])
-
-
-def snic_balance(records: RunRecords, setup: Setup) -> Balance | None:
-    """Max/Avg over the storage NICs of all PE and DE nodes, in their write direction (what they read).
-
-    The counters' own windows are joined into windows of at most ``BALANCE_WINDOW_S`` that cut the run into
-    at least ``BALANCE_WINDOWS``, as far as the counters' windows are fine enough. Of these count the ones in
-    which load is high, and the figure is the mean of their Max/Avg. None when nothing was read.
-    """
-    serving = {(p.node, p.nic) for p in setup.ports if p.role != "storage" and p.nic.startswith("snic")}
-    series: dict[tuple[str, str], list[int]] = {key: [] for key in sorted(serving)}
-    width_s: float | None = None
-    for node in records.nodes:
-        for port in node.ports:
-            if port.direction != "write" or (node.node, port.nic) not in serving:
-                continue
-            if width_s is not None and port.window_s != width_s:
-                raise ValueError(f"{node.node} {port.nic}: windows of {port.window_s} s beside {width_s} s")
-            width_s = port.window_s
-            row = series[node.node, port.nic]
-            row.extend([0] * (len(port.windows) - len(row)))
-            for i, payload in enumerate(port.windows):
-                row[i] += payload
-    if width_s is None:
-        return None
-    elapsed = records.ended_s - records.t0_s
-    joined = max(1, int(min(BALANCE_WINDOW_S, elapsed / BALANCE_WINDOWS) / width_s))
-    rows = [_since(row, width_s, records.t0_s) for row in series.values()]
-    count = max(map(len, rows), default=0)
-    sums = [[sum(row[i : i + joined]) for row in rows] for i in range(0, count, joined)]
-    fullest = max(map(sum, sums), default=0)
-    if fullest == 0:
-        return None
-    high = [max(w) * len(w) / sum(w) for w in sums if sum(w) >= HIGH_LOAD * fullest]
-    return Balance(math.fsum(high) / len(high), joined * width_s, len(high))
 
 
 def latency(requests: Iterable[RequestRecord], of: Callable[[RequestRecord], float | None]) -> Summary | None:

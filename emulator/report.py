@@ -1,75 +1,37 @@
-"""A finished run as people and machines read it: one report, a table of several, and the run directory.
+"""A finished run in figures, as plain data: the report, and the entry of `--json`.
 
-``report.json`` is a function of what was asked for and what was counted: no wall clock and no path is in it, so
-the same seed in virtual time gives the same bytes. What belongs to the host is in ``host.json``. A run
-directory holds everything that ``emulate verify`` needs; what is written is read back exactly.
+The report is a function of what was asked for and what was counted: no wall clock and no path is in it, so the
+same seed in virtual time gives the same bytes. Bytes are model bytes, times model seconds.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import tomllib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
-import tomli_w
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 
-from . import metrics, verify
+from . import balance, metrics, steps, usage, verify
 from .config import RunConfig
 from .deployment import Deployment
-from .errors import ConfigError, EmulatorError
-from .fabric.interface import Transfer
+from .fabric.interface import VirtualLane
 from .judge import KernelPort, Verdict
 from .kvcache import Layout
 from .metrics import Port, Setup
 from .plan import cluster_spec
-from .records import (
-    BatchRecord,
-    Decision,
-    Decisions,
-    HostSample,
-    NodeRecord,
-    PoolRecord,
-    PortBytes,
-    RequestRecord,
-    RunRecords,
-    TransferBytes,
-)
+from .records import RequestRecord, RunRecords
 from .scale import Scale
-from .verify import Evidence, Finding
+from .systems import SYSTEMS
+from .verify import Evidence
 
-__all__ = [
-    "FinishedRun",
-    "build_report",
-    "claim_run_dir",
-    "read_decisions",
-    "read_run_dir",
-    "report_as_counted",
-    "run_entry",
-    "setup_of",
-    "table",
-    "write_run_dir",
-]
-
-FORMAT = 1
-"""Version of the run directory; a reader refuses any other."""
+__all__ = ["FabricName", "FinishedRun", "build_report", "figures", "make_setup", "run_entry", "setup_of"]
 
 KEPT = ("NIC : NIC : DRAM rates", "cache-compute ratio", "quotas and batch limits", "alpha and beta")
 NOT_KEPT = ("latency per message", "CPU and interrupt cost per message")
 """Which ratios a scale model keeps, and which it does not."""
 
 FabricName = Literal["tcp", "fluid"]
-T = TypeVar("T")
-S = TypeVar("S", bound=msgspec.Struct)
 
 
 class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,66 +48,6 @@ class FinishedRun(msgspec.Struct, frozen=True, kw_only=True):
     kernel: tuple[KernelPort, ...] | None = None
 
 
-class _RunFile(msgspec.Struct, frozen=True, kw_only=True):
-    format: int
-    fabric: FabricName
-    t0_s: float
-    ended_s: float
-    layout: Layout
-    scale: Scale
-    unrecorded: dict[str, tuple[int, ...]]
-    """What the reference has for requests of which no record came back."""
-
-
-class _NodeRow(msgspec.Struct, frozen=True, kw_only=True):
-    node: str
-    sent: tuple[TransferBytes, ...]
-    received: tuple[TransferBytes, ...]
-    pools: tuple[PoolRecord, ...]
-
-    def __post_init__(self) -> None:
-        for row in (*self.sent, *self.received):
-            if row.transfer not in Transfer.__members__:
-                raise ValueError(f"transfer {row.transfer!r}: expected one of {', '.join(Transfer.__members__)}")
-
-
-class _PortRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One NIC: as configured (None for a NIC that the topology does not know), and its counters."""
-
-    node: str
-    nic: str
-    role: Literal["pe", "de", "storage"] | None
-    rate_bps: float | None
-    counters: tuple[PortBytes, ...]
-
-    def __post_init__(self) -> None:
-        if self.rate_bps is not None and not 0 < self.rate_bps < math.inf:
-            raise ValueError(f"rate_bps {self.rate_bps}: expected a positive, finite number")
-        for counter in self.counters:
-            if not 0 < counter.window_s < math.inf:
-                raise ValueError(f"window_s {counter.window_s}: expected a positive, finite number")
-
-
-class _DecisionRow(Decision, frozen=True, kw_only=True, tag_field="kind", tag="decision"):
-    node: str
-
-
-class _BatchRow(BatchRecord, frozen=True, kw_only=True, tag_field="kind", tag="batch"):
-    node: str
-
-
-class _RequestRow(RequestRecord, frozen=True, kw_only=True):
-    expected_tokens: tuple[int, ...] | None
-    continues: bool | None
-
-
-class _HostFile(msgspec.Struct, frozen=True, kw_only=True):
-    wall_s: float
-    verdict: Verdict
-    samples: dict[str, HostSample | None]
-    kernel: tuple[KernelPort, ...] | None
-
-
 def setup_of(config: RunConfig, fabric: FabricName) -> Setup:
     """What the figures of a run with ``config`` depend on; in virtual time nothing is dilated."""
     deployment = Deployment(config)
@@ -157,7 +59,24 @@ def setup_of(config: RunConfig, fabric: FabricName) -> Setup:
         # Spelt out, because mypy narrows a literal by == and not by `in`.
         assert role == "pe" or role == "de" or role == "storage", f"{shaped.node}: a NIC"  # noqa: PLR1714
         ports.append(Port(shaped.node, shaped.nic.name, role, scale.payload_rate(shaped.nic.rate_bytes_s)))
-    return Setup(layout=deployment.layout, scale=scale, ports=tuple(ports))
+    return make_setup(config, deployment.layout, scale, tuple(ports), ())
+
+
+def make_setup(
+    config: RunConfig, layout: Layout, scale: Scale, ports: tuple[Port, ...], groups: tuple[tuple[str, ...], ...]
+) -> Setup:
+    """The setup of a run with ``config`` whose layout, scale, ports and groups of engines are known."""
+    replay = config.replay
+    return Setup(
+        layout=layout,
+        scale=scale,
+        ports=ports,
+        system=SYSTEMS[replay.system],
+        de_direct=replay.de_direct,
+        ep_over=replay.ep_over,
+        quota_s=config.engine.quota_s,
+        groups=groups,
+    )
 
 
 def build_report(run: FinishedRun) -> dict[str, Any]:
@@ -166,11 +85,17 @@ def build_report(run: FinishedRun) -> dict[str, Any]:
     A figure over an empty set is None. Bytes are model bytes.
     """
     replay = run.config.replay
-    return _figures(run) | {
+    return figures(run) | {
         "config": {
             "topology": run.config.topology.get("name"),
             "model": Deployment(run.config).shape.name,
             "backend": run.config.model.backend,
+            # The user's own policy is a file, of which the report knows the name and not the place.
+            "policy": Path(replay.policy).name or SYSTEMS[replay.system].policy,
+            "qos": replay.qos,
+            "copies": replay.copies,
+            "ep_over": replay.ep_over,
+            "de_direct": replay.de_direct,
             "agents": replay.agents,
             "aps": replay.aps,
             "think": replay.think,
@@ -180,23 +105,17 @@ def build_report(run: FinishedRun) -> dict[str, Any]:
     }
 
 
-def _figures(run: FinishedRun) -> dict[str, Any]:
+def figures(run: FinishedRun) -> dict[str, Any]:
     """All of the report that is counted: it needs neither the model's file nor the topology's."""
     records, setup = run.evidence.records, run.evidence.setup
     rows = metrics.done(records)
     status = [r.status for r in records.requests]
-    balance = metrics.snic_balance(records, setup)
-    used = metrics.utilisation(records, setup)
     findings = verify.verify(run.evidence)
-    replay = run.config.replay
     return {
-        "system": replay.system,
-        "path": replay.path,
+        "system": run.config.replay.system,
+        "path": run.config.replay.path,
         "fabric": run.fabric,
         "jct_s": metrics.jct_s(records),
-        "ttft_s": _plain(metrics.latency(rows, metrics.ttft_s)),
-        "tpot_s": _plain(metrics.latency(rows, metrics.tpot_s)),
-        "e2e_s": _plain(metrics.latency(rows, metrics.e2e_s)),
         "requests": {
             "total": len(status),
             "done": status.count("done"),
@@ -205,31 +124,23 @@ def _figures(run: FinishedRun) -> dict[str, Any]:
         },
         "tokens_equal": verify.tokens_equal(run.evidence),
         "verdict": run.verdict.verdict,
+        **_latencies(rows),
+        "agent_jct_s": _plain(metrics.agent_jct_s(records)),
+        "slo": _plain(metrics.SLO()),
+        "goodput": _plain(metrics.goodput(records)),
         "path_share": metrics.path_share(rows, by="requests"),
+        "path_share_tokens": metrics.path_share(rows, by="tokens"),
+        "tokens": _plain(metrics.tokens(rows)),
         "hit_ratio": metrics.hit_ratio(rows),
-        "snic_max_over_avg": None if balance is None else balance.max_over_avg,
-        "steps_bytes": metrics.steps_model_bytes(records, setup.scale),
+        "pool_hit_ratio": metrics.pool_hit_ratio(rows) if setup.system.pool else None,
+        "steps_bytes": steps.steps_model_bytes(records, setup.scale),
         "scale": {
             "shrink": _number(setup.scale.shrink),
             "dilation": setup.scale.dilation,
             "kept": list(KEPT),
             "not_kept": list(NOT_KEPT),
         },
-        "ttft_breakdown_s": metrics.mean_breakdown(rows),
-        "reading_share": metrics.reading_share(rows),
-        "ttst_s": _plain(metrics.latency(rows, metrics.ttst_s)),
-        "itl_s": _plain(metrics.pooled_gaps(rows)),
-        "itl_max_s": _plain(metrics.latency(rows, metrics.itl_max_s)),
-        "agent_jct_s": _plain(metrics.agent_jct_s(records)),
-        "slo": _plain(metrics.SLO()),
-        "goodput": _plain(metrics.goodput(records)),
-        "path_share_tokens": metrics.path_share(rows, by="tokens"),
-        "tokens": _plain(metrics.tokens(rows)),
-        "binding": _plain(metrics.binding(records, setup)),
-        "snic_balance": _plain(balance),
-        "utilisation": None
-        if used is None
-        else {f"{node} {nic} {direction}": share for (node, nic, direction), share in used.items()},
+        **_resources(records, setup),
         "invariants": {
             "checked": len(findings),
             "broken": [
@@ -240,22 +151,47 @@ def _figures(run: FinishedRun) -> dict[str, Any]:
     }
 
 
-def report_as_counted(path: Path, run: FinishedRun) -> Finding:
-    """Whether the ``report.json`` in the run directory ``path`` says what the records of that ``run`` say.
+def _latencies(rows: tuple[RequestRecord, ...]) -> dict[str, Any]:
+    return {
+        "ttft_s": _plain(metrics.latency(rows, metrics.ttft_s)),
+        "ttft_breakdown_s": metrics.mean_breakdown(rows),
+        "reading_share": metrics.reading_share(rows),
+        "tpot_s": _plain(metrics.latency(rows, metrics.tpot_s)),
+        "ttst_s": _plain(metrics.latency(rows, metrics.ttst_s)),
+        "itl_s": _plain(metrics.pooled_gaps(rows)),
+        "itl_max_s": _plain(metrics.latency(rows, metrics.itl_max_s)),
+        "e2e_s": _plain(metrics.latency(rows, metrics.e2e_s)),
+    }
 
-    One more finding beside the invariants' own, for a run in which those hold: without sound records there is
-    nothing to hold a report against. ConfigError where there is no report or it is no JSON object.
-    """
-    report = _json(path / "report.json", dict[str, Any])
-    figures = json.loads(json.dumps(_figures(run)))
-    # How many invariants there are is a fact of the version that wrote the report.
-    wrong = [key for key, figure in figures.items() if key != "invariants" and report.get(key, ...) != figure]
-    detail = (
-        f"report.json differs from the records in {', '.join(wrong)}"
-        if wrong
-        else "the report follows from the records"
-    )
-    return Finding(len(verify.INVARIANTS) + 1, "report as counted", not wrong, detail)
+
+def _resources(records: RunRecords, setup: Setup) -> dict[str, Any]:
+    """How evenly load lay, what carried it, and what bound."""
+    snics, attention = balance.snic_balance(records, setup), balance.attention_balance(records, setup)
+    used = usage.utilisation(records, setup)
+    return {
+        "snic_max_over_avg": None if snics is None else snics.max_over_avg,
+        "snic_balance": _plain(snics),
+        "attention_max_over_avg": None if attention is None else attention.max_over_avg,
+        "attention_balance": _plain(attention),
+        "predictor_error": balance.predictor_error(records),
+        "binding": _plain(usage.binding(records, setup)),
+        "utilisation": None
+        if used is None
+        else {f"{node} {nic} {direction}": share for (node, nic, direction), share in used.items()},
+        "pool_peaks": dict(usage.pool_peaks(records, setup)),
+        "cnic_idle": _plain(usage.cnic_idle(records, setup)),
+        "collectives": [
+            {
+                "ring": row.ring,
+                "lane": VirtualLane(row.lane).name,
+                "model_bytes": round(row.payload_bytes * setup.scale.shrink),
+                "count": row.count,
+                "mean_s": row.mean_s,
+                "max_s": row.max_s,
+            }
+            for row in usage.collectives(records)
+        ],
+    }
 
 
 def run_entry(report: dict[str, Any], run: FinishedRun, out: Path | None) -> dict[str, Any]:
@@ -274,288 +210,3 @@ def _plain(value: msgspec.Struct | None) -> dict[str, Any] | None:
 
 def _number(value: Fraction) -> int | float:
     return int(value) if value.denominator == 1 else float(value)
-
-
-def table(entries: Sequence[dict[str, Any]]) -> RenderableType:
-    """Runs side by side, one a row, each JCT also as a multiple of the first's; what is wrong stands below.
-
-    Times are model seconds. Fits 80 columns.
-    """
-    grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("system", "path"):
-        grid.add_column(name, no_wrap=True)
-    for name in ("done", "JCT\ns", "times\nfirst", "TTFT\ns", "\np99"):
-        grid.add_column(name, justify="right", no_wrap=True)
-    for name in ("TPOT\nms", "pe:de\n%", "hit\n%", "SNIC\nmax/\navg"):
-        grid.add_column(name, justify="right", no_wrap=True)
-    for name in ("tokens", "verdict"):
-        grid.add_column(name, no_wrap=True)
-    mixed = len({entry["fabric"] for entry in entries}) > 1
-    notes: list[Text] = []
-    for entry in entries:
-        system = f"{entry['system']} ({entry['fabric']})" if mixed else entry["system"]
-        grid.add_row(system, *_cells(entry, entries[0]))
-        notes += _notes(entry)
-    return Group(grid, *notes)
-
-
-def _cells(entry: dict[str, Any], first: dict[str, Any]) -> list[str | Text]:
-    jct, base = entry["jct_s"], first["jct_s"]
-    ttft, tpot, share = entry["ttft_s"], entry["tpot_s"], entry["path_share"]
-    done, total = entry["requests"]["done"], entry["requests"]["total"]
-    equal = {True: Text("equal", "green"), False: Text("DIFFER", "bold red"), None: Text("-")}
-    valid = entry["verdict"] == "valid"
-    return [
-        entry["path"],
-        str(total) if done == total else f"{done}/{total}",
-        _cell(jct, "{:.2f}" if jct is not None and jct < 100 else "{:.1f}"),
-        _cell(jct / base if jct is not None and base else None, "{:.3f}"),
-        _cell(ttft and ttft["mean"], "{:.3f}"),
-        _cell(ttft and ttft["p99"], "{:.3f}"),
-        _cell(tpot and 1e3 * tpot["p50"], "{:.1f}"),
-        "-" if share["pe"] is None else f"{100 * share['pe']:.0f}:{100 * share['de']:.0f}",
-        _cell(entry["hit_ratio"] and 100 * entry["hit_ratio"], "{:.1f}"),
-        _cell(entry["snic_max_over_avg"], "{:.2f}"),
-        equal[entry["tokens_equal"]],
-        Text(entry["verdict"], "green" if valid else "bold red"),
-    ]
-
-
-def _cell(value: float | None, shape: str) -> str:
-    return "-" if value is None else shape.format(value)
-
-
-def _notes(entry: dict[str, Any]) -> list[Text]:
-    name = f"{entry['system']} --path {entry['path']}"
-    notes = [Text(f"{name}: {error}", "red") for error in entry["errors"]]
-    if entry["verdict"] == "invalid":
-        notes += [Text(f"{name}: invalid: {reason}", "red") for reason in entry.get("verdict_reasons", ())]
-        dilation = entry.get("dilation_that_would_do")
-        if dilation is not None:
-            notes.append(Text(f"{name}: a dilation of {dilation:g} would do", "red"))
-    for broken in entry["invariants"]["broken"]:
-        notes.append(
-            Text(f"{name}: invariant {broken['number']} ({broken['invariant']}): {broken['detail']}", "red")
-        )
-    return notes
-
-
-def claim_run_dir(out: Path) -> tuple[Path, ...]:
-    """Make ``out`` before a run begins; return the directories that were made, it and its parents.
-
-    ConfigError where it cannot be made or written, or is not empty: whatever is in a run directory is the run's.
-    """
-    made = tuple(path for path in (out, *out.parents) if not os.path.lexists(path))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        found = next(out.iterdir(), None)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be made: {error.strerror}") from None
-    if (out / "run.json").exists():
-        raise ConfigError(f"--out {out}: holds a run already; name another directory or remove it")
-    if found is not None:
-        raise ConfigError(f"--out {out}: holds {found.name}; name an empty directory or a new one")
-    if not os.access(out, os.W_OK | os.X_OK):
-        raise ConfigError(f"--out {out}: cannot be written; name another directory")
-    return made
-
-
-def write_run_dir(out: Path, run: FinishedRun) -> dict[str, Any]:
-    """Write all files of ``run`` into the directory ``out``; return its report.
-
-    EmulatorError naming the file when it cannot be written.
-    """
-    records, setup = run.evidence.records, run.evidence.setup
-    report = build_report(run)
-    recorded = {r.id for r in records.requests}
-    about = _RunFile(
-        format=FORMAT,
-        fabric=run.fabric,
-        t0_s=records.t0_s,
-        ended_s=records.ended_s,
-        layout=setup.layout,
-        scale=setup.scale,
-        unrecorded={name: tokens for name, tokens in run.evidence.expected.items() if name not in recorded},
-    )
-    host = _HostFile(
-        wall_s=run.wall_s,
-        verdict=run.verdict,
-        samples={n.node: n.host for n in records.nodes},
-        kernel=run.kernel,
-    )
-    nodes = (_NodeRow(node=n.node, sent=n.sent, received=n.received, pools=n.pools) for n in records.nodes)
-    requests = (
-        _RequestRow(
-            **msgspec.structs.asdict(r),
-            expected_tokens=run.evidence.expected.get(r.id),
-            continues=run.evidence.continues.get(r.id),
-        )
-        for r in records.requests
-    )
-    files = {
-        "config.toml": tomli_w.dumps(_without_none(msgspec.to_builtins(run.config))).encode(),
-        "requests.jsonl": _lines(requests),
-        "decisions.jsonl": _lines(_decision_rows(records)),
-        "ports.jsonl": _lines(_port_rows(records, setup)),
-        "nodes.jsonl": _lines(nodes),
-        "report.json": json.dumps(report, indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n",
-        "host.json": msgspec.json.format(msgspec.json.encode(host), indent=1) + b"\n",
-        # Last: a directory with run.json in it holds a whole run.
-        "run.json": msgspec.json.format(msgspec.json.encode(about), indent=1) + b"\n",
-    }
-    for name, data in files.items():
-        try:
-            with open(out / name, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise EmulatorError(f"{out / name}: cannot be written: {error.strerror}") from None
-    return report
-
-
-def _without_none(value: Any) -> Any:
-    # TOML has no null; an absent key means the default, which is None wherever None can occur.
-    if isinstance(value, dict):
-        return {key: _without_none(v) for key, v in value.items() if v is not None}
-    return [_without_none(v) for v in value] if isinstance(value, list) else value
-
-
-def _lines(rows: Iterable[msgspec.Struct]) -> bytes:
-    return b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
-
-
-def _decision_rows(records: RunRecords) -> Iterable[msgspec.Struct]:
-    for node in records.nodes:
-        yield from (_DecisionRow(**msgspec.structs.asdict(d), node=node.node) for d in node.decisions)
-        yield from (_BatchRow(**msgspec.structs.asdict(b), node=node.node) for b in node.batches)
-
-
-def _port_rows(records: RunRecords, setup: Setup) -> Iterable[_PortRow]:
-    counters: dict[tuple[str, str], list[PortBytes]] = {}
-    for node in records.nodes:
-        for p in node.ports:
-            counters.setdefault((node.node, p.nic), []).append(p)
-    for port in setup.ports:
-        found = tuple(counters.pop((port.node, port.nic), ()))
-        yield _PortRow(node=port.node, nic=port.nic, role=port.role, rate_bps=port.rate_bps, counters=found)
-    for (name, nic), rows in counters.items():
-        yield _PortRow(node=name, nic=nic, role=None, rate_bps=None, counters=tuple(rows))
-
-
-def read_run_dir(path: Path) -> FinishedRun:
-    """Read back what ``write_run_dir`` wrote. ConfigError naming the file, and the line where there is one."""
-    if not path.is_dir():
-        raise ConfigError(f"{path}: no such run directory")
-    about = _json(path / "run.json", _RunFile)
-    if about.format != FORMAT:
-        raise ConfigError(f"{path / 'run.json'}: format {about.format}, this version reads {FORMAT}")
-    host = _json(path / "host.json", _HostFile)
-    requests = _rows(path / "requests.jsonl", _RequestRow)
-    ports = _rows(path / "ports.jsonl", _PortRow)
-    counters: defaultdict[str, list[PortBytes]] = defaultdict(list)
-    for row in ports:
-        counters[row.node] += row.counters
-    widths = {counter.window_s for row in ports for counter in row.counters}
-    if len(widths) > 1:
-        raise ConfigError(
-            f"{path / 'ports.jsonl'}: window_s {sorted(widths)}: expected one width for all counters"
-        )
-    if about.layout.kv_bytes != about.scale.kv_bytes:
-        raise ConfigError(f"{path / 'run.json'}: kv_bytes differ between layout and scale")
-    decisions: defaultdict[str, list[Decision]] = defaultdict(list)
-    batches: defaultdict[str, list[BatchRecord]] = defaultdict(list)
-    for row in _rows(path / "decisions.jsonl", _DecisionRow | _BatchRow):
-        if isinstance(row, _DecisionRow):
-            decisions[row.node].append(_base(Decision, row))
-        else:
-            batches[row.node].append(_base(BatchRecord, row))
-    records = RunRecords(
-        t0_s=about.t0_s,
-        ended_s=about.ended_s,
-        requests=tuple(_base(RequestRecord, row) for row in requests),
-        nodes=tuple(
-            NodeRecord(
-                node=n.node,
-                sent=n.sent,
-                received=n.received,
-                ports=tuple(sorted(counters[n.node], key=lambda p: (p.nic, p.direction, p.lane))),
-                pools=n.pools,
-                batches=tuple(batches[n.node]),
-                decisions=tuple(decisions[n.node]),
-                host=host.samples.get(n.node),
-            )
-            for n in _rows(path / "nodes.jsonl", _NodeRow)
-        ),
-    )
-    setup = Setup(
-        layout=about.layout,
-        scale=about.scale,
-        ports=tuple(
-            Port(p.node, p.nic, p.role, p.rate_bps) for p in ports if p.role is not None and p.rate_bps is not None
-        ),
-    )
-    evidence = Evidence(
-        setup=setup,
-        records=records,
-        expected=about.unrecorded
-        | {row.id: row.expected_tokens for row in requests if row.expected_tokens is not None},
-        continues={row.id: row.continues for row in requests if row.continues is not None},
-    )
-    return FinishedRun(
-        config=_config(path / "config.toml"),
-        fabric=about.fabric,
-        evidence=evidence,
-        verdict=host.verdict,
-        wall_s=host.wall_s,
-        kernel=host.kernel,
-    )
-
-
-def read_decisions(path: Path) -> Decisions:
-    """The decisions of a run, from its directory or from a decisions.jsonl; ConfigError as ``read_run_dir``."""
-    rows = _rows(path / "decisions.jsonl" if path.is_dir() else path, _DecisionRow | _BatchRow)
-    return Decisions(
-        requests=tuple(_base(Decision, row) for row in rows if isinstance(row, _DecisionRow)),
-        batches=tuple(_base(BatchRecord, row) for row in rows if isinstance(row, _BatchRow)),
-    )
-
-
-def _base(kind: type[S], row: msgspec.Struct) -> S:
-    """The record of type ``kind`` in a row that extends it."""
-    return kind(**{name: getattr(row, name) for name in kind.__struct_fields__})
-
-
-def _read(path: Path) -> bytes:
-    try:
-        # Neither a pipe, which may never end, nor a device, which does not.
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{path}: expected a regular file, one of a finished run")
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; expected a file of a finished run") from None
-
-
-def _json(path: Path, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(_read(path), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
-def _rows(path: Path, kind: Any) -> list[Any]:
-    decode: Callable[[bytes], Any] = msgspec.json.Decoder(kind).decode
-    rows = []
-    for number, line in enumerate(_read(path).splitlines(), start=1):
-        try:
-            rows.append(decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}:{number}: {error}") from None
-    return rows
-
-
-def _config(path: Path) -> RunConfig:
-    try:
-        return msgspec.convert(tomllib.loads(_read(path).decode()), RunConfig)
-    except (msgspec.ValidationError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: {error}") from None

@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 import msgspec
 
 from . import metrics
-from .records import BatchRecord, PortBytes, RequestRecord, RunRecords, TransferBytes
+from .balance import group_steps
+from .fabric.interface import Transfer
+from .records import BatchRecord, Decision, PortBytes, RequestRecord, RunRecords, TransferBytes
+from .steps import Chunk, as_steps, expected_transfers, step_payload
 
-__all__ = ["INVARIANTS", "Evidence", "Finding", "Invariant", "expected_steps", "tokens_equal", "verify"]
+__all__ = ["INVARIANTS", "Evidence", "Finding", "Invariant", "tokens_equal", "verify"]
 
 PHASE_STAMPS = (
     "arrived_s",
@@ -38,6 +41,9 @@ RATE_SLACK = 0.01
 
 CLOCK_SLACK_S = 1e-6
 """Rounding of a sum of a few stamps of up to 1e9 s, and of one token gap."""
+
+ROUNDING = 1e-9
+"""A packer adds requests' predicted times one by one, the record's prediction is of all at once."""
 
 SHOWN = 3
 """Faults that a finding spells out; the rest are counted."""
@@ -92,26 +98,6 @@ def tokens_equal(evidence: Evidence) -> bool | None:
     return next(_tokens_equal(evidence), None) is None
 
 
-def expected_steps(request: RequestRecord, setup: metrics.Setup) -> dict[str, int]:
-    """Payload bytes under each step key that a done request moves, by its path and its token counts."""
-    layout, token = setup.layout, setup.token_bytes
-    prompt, hit = request.prompt_tokens * token, request.hit_tokens * token
-    total = request.prompt_tokens + request.output_tokens
-    generated = layout.full_blocks(total) - layout.full_blocks(request.prompt_tokens)
-    steps = {
-        "d2h": generated * layout.full_block_bytes,
-        "persist": layout.full_blocks(total) * layout.full_block_bytes - hit,
-    }
-    if request.path == "pe":
-        steps |= dict.fromkeys(("pe1", "pe2", "pe3", "pe4"), hit)
-        steps |= dict.fromkeys(("pe5", "pe6", "pe7", "pe8", "pe9"), prompt)
-    elif request.path == "de":
-        steps |= dict.fromkeys(("de1", "de2", "de3", "de4", "de5"), hit)
-        steps |= dict.fromkeys(("de6", "de7"), prompt)
-        steps["de_miss"] = prompt - hit
-    return steps
-
-
 def _requests_conserved(evidence: Evidence) -> Iterator[str]:
     seen = Counter(r.id for r in evidence.records.requests)
     for name, times in seen.items():
@@ -150,17 +136,26 @@ def _decisions_followed(evidence: Evidence) -> Iterator[str]:
             yield f"{name}: decided {times} times"
     by_request = {d.request: d for d in decisions}
     requests = {r.id: r for r in evidence.records.requests}
+    block = evidence.setup.layout.block_tokens
     for name in sorted(by_request.keys() - requests.keys()):
         yield f"{name}: decided and left no record"
+    for d in decisions:
+        if not 0 <= d.split_blocks <= (d.hit_blocks if d.path == "split" else 0):
+            yield f"{d.request}: {d.split_blocks} blocks split off a hit of {d.hit_blocks} on path {d.path}"
     for r in requests.values():
         if r.path is None:
             continue
-        d = by_request.get(r.id)
-        served = (r.pe, r.de, r.path, r.hit_tokens)
-        if d is None:
+        decided = by_request.get(r.id)
+        if decided is None:
             yield f"{r.id}: served without a decision"
-        elif served != (d.pe, d.de, d.path, d.hit_blocks * evidence.setup.layout.block_tokens):
-            yield f"{r.id}: served as {served}, decided as {(d.pe, d.de, d.path)} with {d.hit_blocks} hit blocks"
+            continue
+        served = (r.pe, r.de, r.path, r.hit_tokens, metrics.de_hit_tokens(r))
+        wanted = (decided.hit_blocks * block, decided.de_blocks * block)
+        if served != (decided.pe, decided.de, decided.path, *wanted):
+            yield (
+                f"{r.id}: served as {served}, decided as {(decided.pe, decided.de, decided.path)} with"
+                f" {decided.hit_blocks} hit blocks, {decided.de_blocks} of them on the DE's side"
+            )
 
 
 def _whole_blocks(evidence: Evidence) -> Iterator[str]:
@@ -168,6 +163,9 @@ def _whole_blocks(evidence: Evidence) -> Iterator[str]:
     for r in metrics.done(evidence.records):
         if r.hit_tokens % block or not 0 <= r.hit_tokens < r.prompt_tokens:
             yield f"{r.id}: hit {r.hit_tokens} of {r.prompt_tokens} tokens, expected whole blocks and a token left"
+        pe_hit = r.hit_tokens - metrics.de_hit_tokens(r)
+        if r.pool_tokens % block or not 0 <= r.pool_tokens <= (pe_hit if evidence.setup.system.pool else 0):
+            yield f"{r.id}: {r.pool_tokens} tokens from a pool, its hit on the PE's side is {pe_hit}"
         filled = (r.prompt_tokens + r.output_tokens) // block * block - r.hit_tokens
         if r.persisted_tokens != filled:
             yield f"{r.id}: persisted {r.persisted_tokens} tokens, filled {filled} beyond its hit"
@@ -207,28 +205,45 @@ def _step_bytes(evidence: Evidence) -> Iterator[str]:
     # A request that failed or was cancelled on the way moved a part of its bytes that no record tells, so it
     # widens what is allowed from exactly the done requests' bytes to at most its own on top.
     decided = {d.request: d for node in evidence.records.nodes for d in node.decisions}
+    chunks = _chunks(evidence.records)
     low: Counter[str] = Counter()
     high: Counter[str] = Counter()
     for r in evidence.records.requests:
         if r.status == "done":
-            steps = expected_steps(r, evidence.setup)
+            steps = as_steps(expected_transfers(r, chunks[r.id], evidence.setup))
             low.update(steps)
             high.update(steps)
         elif (d := decided.get(r.id)) is not None:
-            hit = d.hit_blocks * evidence.setup.layout.block_tokens
-            begun = msgspec.structs.replace(r, path=d.path, hit_tokens=hit)
-            high.update(expected_steps(begun, evidence.setup))
-    for key, got in metrics.step_payload(evidence.records).items():
-        if not low[key] <= got <= high[key]:
+            high.update(_most_steps(r, d, chunks[r.id], evidence.setup))
+    for key, got in step_payload(evidence.records).items():
+        # Exchanges are a group's and no request's.
+        if key != Transfer.COLLECTIVE.sent and not low[key] <= got <= high[key]:
             wanted = str(low[key]) if low[key] == high[key] else f"{low[key]} to {high[key]}"
             yield f"{key}: {got} B moved, the requests account for {wanted}"
+
+
+def _most_steps(r: RequestRecord, decision: Decision, chunks: list[Chunk], setup: metrics.Setup) -> dict[str, int]:
+    """The most that a request that was not served to its end has moved: a forward of it may be unrecorded."""
+    block = setup.layout.block_tokens
+    hit, de_hit = decision.hit_blocks * block, decision.de_blocks * block
+    at = sum(chunks[-1]) if chunks else hit
+    begun = [*chunks, (at, r.prompt_tokens - at)]
+    most: dict[str, int] = {}
+    for pool_tokens in {0, hit - de_hit if setup.system.pool else 0}:
+        whole = msgspec.structs.replace(
+            r, path=decision.path, hit_tokens=hit, de_hit_tokens=de_hit, pool_tokens=pool_tokens
+        )
+        for key, size in as_steps(expected_transfers(whole, begun, setup)).items():
+            most[key] = max(most.get(key, 0), size)
+    return most
 
 
 def _ports_carry_transfers(evidence: Evidence) -> Iterator[str]:
     for node in evidence.records.nodes:
         for direction, rows in (("read", node.sent), ("write", node.received)):
             ports = sum(p.payload_bytes for p in node.ports if p.direction == direction)
-            transfers = sum(row.payload_bytes for row in rows)
+            # What is free is moved beside all NICs.
+            transfers = sum(row.payload_bytes for row in rows if row.transfer != Transfer.FREE.name)
             if ports != transfers:
                 yield f"{node.node} {direction}: NICs carried {ports} B, transfers moved {transfers}"
         for p in node.ports:
@@ -378,6 +393,60 @@ def _batches_cover(evidence: Evidence) -> Iterator[str]:
             yield f"{r.id}: batches end at token {at} of {r.prompt_tokens}"
 
 
+def _quota_kept(evidence: Evidence) -> Iterator[str]:
+    quota_s = evidence.setup.quota_s
+    for engine, batches in _batches(evidence.records).items():
+        for b in batches:
+            # A head of which not even a token fits gets that one token.
+            if b.predicted_s > quota_s * (1 + ROUNDING) and [new for _, new in b.shape] != [1]:
+                yield (
+                    f"{engine}: batch {b.index} of {sum(new for _, new in b.shape)} tokens, {b.predicted_s} s of"
+                    f" attention predicted, the quota is {quota_s} s"
+                )
+
+
+def _steps_together(evidence: Evidence) -> Iterator[str]:
+    for _, steps in group_steps(evidence.records, evidence.setup.groups):
+        before_s = -math.inf
+        for step, batches in steps.items():
+            for engine, times in sorted(Counter(b.engine for b in batches).items()):
+                if times > 1:
+                    yield f"{engine}: {times} batches in step {step} of its group"
+            first, last = min(batches, key=lambda b: b.ended_s), max(batches, key=lambda b: b.ended_s)
+            if last.ended_s - first.ended_s > CLOCK_SLACK_S:
+                yield f"step {step}: {first.engine} ends it at {first.ended_s}, {last.engine} at {last.ended_s} s"
+            early = min(batches, key=lambda b: b.started_s)
+            if early.started_s < before_s - CLOCK_SLACK_S:
+                yield (
+                    f"step {step}: {early.engine} begins it at {early.started_s} s, the step before ends at"
+                    f" {before_s} s"
+                )
+            before_s = last.ended_s
+
+
+def _collectives_at_home(evidence: Evidence) -> Iterator[str]:
+    if evidence.setup.ep_over == "cnic":
+        return
+    spread = set()
+    for group in evidence.setup.groups:
+        nodes = {engine.partition("/")[0] for engine in group}
+        spread |= nodes if len(nodes) > 1 else set()
+    for node in evidence.records.nodes:
+        moved = sum(row.payload_bytes for row in node.sent if row.transfer == Transfer.COLLECTIVE.name)
+        if moved and node.node not in spread:
+            yield f"{node.node}: {moved} B of collectives on its CNICs, its engines' groups do not leave the node"
+
+
+def _chunks(records: RunRecords) -> defaultdict[str, list[Chunk]]:
+    """What each forward computed of each request, in the order of its engine's batches."""
+    found: defaultdict[str, list[Chunk]] = defaultdict(list)
+    for batches in _batches(records).values():
+        for b in batches:
+            for name, part in zip(b.requests, b.shape, strict=False):
+                found[name].append(part)
+    return found
+
+
 def _batches(records: RunRecords) -> dict[str, list[BatchRecord]]:
     """An engine's batches in the order of their numbers."""
     engines: defaultdict[str, list[BatchRecord]] = defaultdict(list)
@@ -434,6 +503,21 @@ INVARIANTS = tuple(
                 "batches cover",
                 "batches compute every prompt token after the hit exactly once, after the hit is read",
                 _batches_cover,
+            ),
+            (
+                "quota kept",
+                "no batch of more than a token is predicted to take more attention than the quota",
+                _quota_kept,
+            ),
+            (
+                "steps together",
+                "the engines of a group ended each step together and began none before the one before had ended",
+                _steps_together,
+            ),
+            (
+                "collectives at home",
+                "no CNIC carried the exchanges of a group that lives on one node",
+                _collectives_at_home,
             ),
         ),
         start=1,

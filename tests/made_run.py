@@ -1,16 +1,20 @@
 """A made-up run in which every invariant holds, for the tests of what is computed from records.
 
-Its requests follow the two read paths on one PE and one DE node, one at a time, message by message; nothing in
-it comes from the formulas under test.
+Its requests follow a system's read paths on one PE and one DE node, one at a time, in two forwards each, message
+by message; nothing in it comes from the formulas under test.
 """
 
 from __future__ import annotations
 
+import io
 from collections import Counter
+from typing import Any
 
 import msgspec
+from rich.console import Console
 
-from emulator.config import Member, ReplayConfig, RunConfig
+from emulator.config import EngineConfig, Member, ReplayConfig, RunConfig
+from emulator.judge import KernelLane, KernelPort, Verdict, judge_virtual
 from emulator.kvcache import Layout
 from emulator.metrics import Port, Setup
 from emulator.records import (
@@ -24,10 +28,24 @@ from emulator.records import (
     RunRecords,
     TransferBytes,
 )
+from emulator.report import FinishedRun
 from emulator.scale import Scale
+from emulator.systems import SYSTEMS, System
+from emulator.tables import comparison
 from emulator.verify import Evidence
 
-__all__ = ["RATE_BPS", "evidence", "made_config", "replace_node", "replace_request"]
+__all__ = [
+    "POOLED",
+    "QUOTA_S",
+    "RATE_BPS",
+    "evidence",
+    "finished",
+    "made_config",
+    "nothing_done",
+    "replace_node",
+    "replace_request",
+    "shown",
+]
 
 LAYOUT = Layout(layers=3, kv_bytes=4)
 TOKEN = 3 * 4
@@ -36,6 +54,9 @@ RATE_BPS = 20_000.0
 READ_SHARE = 0.97
 """What part of a storage NIC's rate a read gets."""
 WINDOW_S = 1.0
+QUOTA_S = 0.3
+ATTENTION_S = 0.2
+POOLED = System("pooled", "dualpath behind a DRAM pool", pool=True)
 ROLES = {"pe0": "pe", "de0": "de", "st0": "storage", "st1": "storage", "sched": "scheduler", "client": "client"}
 
 
@@ -50,7 +71,9 @@ def made_config() -> RunConfig:
         "nodes": {"pe": 1, "de": 1},
         "links": [{"nic": "cnic", "gbps": 0.5}, {"nic": "snic"}],
     }
-    return RunConfig(topology=topology, members=members, replay=ReplayConfig(agents=2))
+    return RunConfig(
+        topology=topology, members=members, engine=EngineConfig(quota_s=QUOTA_S), replay=ReplayConfig(agents=2)
+    )
 
 
 class _Ledger:
@@ -63,7 +86,7 @@ class _Ledger:
         self.ports: dict[tuple[str, str, str], list[int]] = {}
 
     def move(self, transfer: str, src: str, dst: str, payload: int, at_s: float) -> None:
-        """One message between "node nic" and "node nic", in place at ``at_s``."""
+        """One message between "node nic" and "node nic", in place at ``at_s``; what is free takes no NIC."""
         if not payload:
             return
         (src_node, src_nic), (dst_node, dst_nic) = src.split(), dst.split()
@@ -71,6 +94,8 @@ class _Ledger:
         self.sent[key] += payload
         self.received[key] += payload
         self.messages[key] += 1
+        if transfer == "FREE":
+            return
         for port in ((src_node, src_nic, "read"), (dst_node, dst_nic, "write")):
             windows = self.ports.setdefault(port, [])
             index = int(at_s // WINDOW_S)
@@ -89,11 +114,18 @@ class _Ledger:
         return {"sent": rows(self.sent, 1), "received": rows(self.received, 2), "ports": ports}
 
 
-def evidence(agents: int = 3, turns: int = 3, *, hosts: bool = True) -> Evidence:
-    """A run of ``agents`` x ``turns`` requests, alternately on both paths; consistent in every respect.
+def evidence(
+    agents: int = 3,
+    turns: int = 3,
+    *,
+    hosts: bool = True,
+    system: System = SYSTEMS["dualpath"],
+    de_direct: bool = False,
+) -> Evidence:
+    """A run of ``agents`` x ``turns`` requests, alternately on the paths of ``system``; consistent throughout.
 
-    Every turn's prompt is its predecessor's prompt and output and 100 tokens more. ``hosts``: with samples of
-    the wall clock, as on real sockets.
+    Every turn's prompt is its predecessor's prompt and output and 100 tokens more. A pool gives every other block
+    that a PE reads. ``hosts``: with samples of the wall clock, as on real sockets.
     """
     ledger = _Ledger()
     requests: list[RequestRecord] = []
@@ -106,20 +138,35 @@ def evidence(agents: int = 3, turns: int = 3, *, hosts: bool = True) -> Evidence
             prompt, output = 150 + 170 * turn + agent, 70
             written = (prompt - 100) // 64 * 64 if turn else 0
             hit = min(written, (prompt - 1) // 64 * 64)
-            path = "pe" if (turn + agent) % 2 else "de"
+            paths = {"pe": ("pe",), "de": ("de",), "auto": ("de", "pe"), "split": ("split",)}[system.reads]
+            path = paths[(turn + agent) % len(paths)]
+            de_blocks = {"pe": 0, "de": hit // 64, "split": hit // 128}[path]
+            pool_blocks = (hit // 64 - de_blocks) // 2 if system.pool else 0
             name = f"a{agent}.{turn}"
             first_batch, last_batch = prompt - hit - 40, 40
             at = now
             read_s = 0.2 + hit * TOKEN / RATE_BPS / READ_SHARE
             steps = (0.0, 0.05, 0.1, 0.2, read_s, 1.0, 1.6, 2.0, 2.1, 3.48)
             stamps = [at + s for s in steps]
-            _traffic(ledger, path, prompt, hit, output, stamps)
-            decisions.append(Decision(name, "pe0/0", "de0/1", path, hit // 64))  # type: ignore[arg-type]
-            index = len(batches)
-            batches.append(BatchRecord("pe0/0", index, (name,), ((hit, first_batch),), at + 1.0, at + 1.3))
-            batches.append(
-                BatchRecord("pe0/0", index + 1, (name,), ((hit + first_batch, last_batch),), at + 1.3, at + 1.6)
-            )
+            split = de_blocks if path == "split" else 0
+            decisions.append(Decision(name, "pe0/0", "de0/1", path, hit // 64, split))  # type: ignore[arg-type]
+            chunks = ((hit, first_batch), (hit + first_batch, last_batch))
+            _traffic(ledger, system, de_direct, path, de_blocks, pool_blocks, prompt, output, chunks, stamps)
+            for start, end, chunk in ((1.0, 1.3, chunks[0]), (1.3, 1.6, chunks[1])):
+                index = len(batches)
+                batches.append(
+                    BatchRecord(
+                        "pe0/0",
+                        index,
+                        (name,),
+                        (chunk,),
+                        at + start,
+                        at + end,
+                        index,
+                        ATTENTION_S,
+                        1.02 * ATTENTION_S,
+                    )
+                )
             requests.append(
                 RequestRecord(
                     id=name,
@@ -131,6 +178,8 @@ def evidence(agents: int = 3, turns: int = 3, *, hosts: bool = True) -> Evidence
                     de="de0/1",
                     prompt_tokens=prompt,
                     hit_tokens=hit,
+                    de_hit_tokens=64 * de_blocks,
+                    pool_tokens=64 * pool_blocks,
                     output_tokens=output,
                     persisted_tokens=(prompt + output) // 64 * 64 - hit,
                     arrived_s=stamps[0],
@@ -168,32 +217,63 @@ def evidence(agents: int = 3, turns: int = 3, *, hosts: bool = True) -> Evidence
         for nic in nics.get(role, ())
     )
     return Evidence(
-        setup=Setup(layout=LAYOUT, scale=Scale(model_kv_bytes=704, kv_bytes=4, dilation=10.0), ports=ports),
+        setup=Setup(
+            layout=LAYOUT,
+            scale=Scale(model_kv_bytes=704, kv_bytes=4, dilation=10.0),
+            ports=ports,
+            system=system,
+            de_direct=de_direct,
+            quota_s=QUOTA_S,
+            groups=(("pe0/0", "pe0/1"),),
+        ),
         records=RunRecords(t0_s=0.5, ended_s=now + 1.0, requests=tuple(requests), nodes=nodes),
         expected={r.id: r.model_tokens for r in requests},
         continues=continues,
     )
 
 
-def _traffic(ledger: _Ledger, path: str, prompt: int, hit: int, output: int, stamps: list[float]) -> None:
+def _traffic(
+    ledger: _Ledger,
+    system: System,
+    de_direct: bool,
+    path: str,
+    de_blocks: int,
+    pool_blocks: int,
+    prompt: int,
+    output: int,
+    chunks: tuple[tuple[int, int], ...],
+    stamps: list[float],
+) -> None:
     """Every arrow of the paper's figure 4 for one request, layer by layer where it is layerwise."""
     _, _, _, _, read, _, computed, transferred, _, last = stamps
     pe, de = "pe0 cnic0", "de0 cnic1"
-    reader = "pe0 snic0" if path == "pe" else "de0 snic0"
+    hit = chunks[0][0]
+    row = TOKEN // 3
+
+    def move(transfer: str, src: str, dst: str, payload: int, at_s: float) -> None:
+        ledger.move("FREE" if system.free else transfer, src, dst, payload, at_s)
+
     for block in range(hit // 64):
-        ledger.move(f"{path.upper()}_READ", f"st{block % 2} snic0", reader, BLOCK, read)
-    for _layer in range(3):
-        row = TOKEN // 3
-        if path == "pe":
-            ledger.move("PE_H2D", pe, pe, hit * row, computed)
-            ledger.move("PE_OUT", pe, de, prompt * row, computed)
+        if block < de_blocks:
+            move("DE_READ", f"st{block % 2} snic0", "de0 snic0", BLOCK, read)
+        elif block < de_blocks + pool_blocks:
+            move("POOL", "de0 cnic0", "pe0 cnic1", BLOCK, read)
         else:
-            ledger.move("DE_LOAD", de, pe, hit * row, computed)
-            ledger.move("DE_MISS", pe, de, (prompt - hit) * row, computed)
-    ledger.move("PE_DE_H2D" if path == "pe" else "DE_H2D", de, de, prompt * TOKEN, transferred)
+            move("PE_READ", f"st{block % 2} snic0", "pe0 snic0", BLOCK, read)
+    for index, (cached, new) in enumerate(chunks):
+        for _layer in range(3):
+            if system.layerwise or not index:
+                move("DE_LOAD", de, pe, 64 * de_blocks * row, computed)
+                move("PE_H2D", pe, pe, (hit - 64 * de_blocks) * row, computed)
+            if system.layerwise and index:
+                move("RELOAD", de, pe, (cached - hit) * row, computed)
+            out = new if index else hit - 64 * de_blocks + new
+            move("DE_MISS" if path == "de" else "PE_OUT", pe, de, out * row, computed)
+    copied = 64 * de_blocks if de_direct else prompt
+    move("PE_DE_H2D" if path == "pe" else "DE_H2D", de, de, copied * TOKEN, transferred)
     for block in range(hit // 64, (prompt + output) // 64):
-        if (block + 1) * 64 > prompt:
-            ledger.move("D2H", de, de, BLOCK, last)
+        if de_direct or (block + 1) * 64 > prompt:
+            move("D2H", de, de, BLOCK, last)
         ledger.move("PERSIST", "de0 snic0", f"st{block % 2} snic0", BLOCK, last)
 
 
@@ -207,3 +287,35 @@ def replace_node(made: Evidence, name: str, **changes: object) -> Evidence:
     """The same run with fields of one node's record changed."""
     nodes = tuple(msgspec.structs.replace(n, **changes) if n.node == name else n for n in made.records.nodes)
     return msgspec.structs.replace(made, records=msgspec.structs.replace(made.records, nodes=nodes))
+
+
+def finished(**changes: Any) -> FinishedRun:
+    values: dict[str, Any] = {
+        "config": made_config(),
+        "fabric": "tcp",
+        "evidence": evidence(),
+        "verdict": Verdict("valid", False, ()),
+        "wall_s": 41.5,
+        "kernel": (KernelPort("pe0", "snic0", "write", (KernelLane("kv", 12_345, 0),), 0),),
+        **changes,
+    }
+    return FinishedRun(**values)
+
+
+def nothing_done() -> FinishedRun:
+    made = evidence(hosts=False)
+    failed = tuple(
+        msgspec.structs.replace(r, status="failed", error="refused: never fits") for r in made.records.requests
+    )
+    records = msgspec.structs.replace(made.records, requests=failed, nodes=())
+    return finished(
+        evidence=msgspec.structs.replace(made, records=records), verdict=judge_virtual(), fabric="fluid"
+    )
+
+
+def shown(*entries: dict[str, Any], width: int = 200) -> str:
+    """The tables of several runs as a terminal of ``width`` columns shows them."""
+    console = Console(width=width, file=io.StringIO())
+    with console.capture() as printed:
+        console.print(comparison(entries))
+    return printed.get()

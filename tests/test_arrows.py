@@ -36,7 +36,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "profile",
             "analysis",
         ),
-        *("workload", "chains", "traces", "synth", "metrics", "verify", "judge", "deployment", "messages"),
+        *("workload", "chains", "traces", "synth", "metrics", "balance", "usage", "steps", "verify"),
+        *("judge", "deployment", "messages"),
         *("models", "models.*", "fabric", "fabric.interface"),
     ),
     "fabric": ("fabric.*",),
@@ -60,7 +61,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         ),
         *("pidinit", "subreaper", "nodeprocess", "logs", "estimate", "evidence", "samples", "probe"),
     ),
-    "study": ("report", "study", "study.*"),
+    "study": ("report", "rundir", "tables", "study", "study.*"),
     "cli": ("cli", "cli.*", "__main__", ""),
 }
 """Modules of ``emulator`` by layer, lowest first; the first pattern that fits decides, and "" is the package."""

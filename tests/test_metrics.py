@@ -6,69 +6,19 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from emulator import metrics
-from emulator.fabric.interface import Transfer
+from emulator import balance, metrics, usage
 from emulator.kvcache import Layout
-from emulator.records import BatchRecord, NodeRecord, PortBytes, RequestRecord, RunRecords, TransferBytes
+from emulator.records import RunRecords
 from emulator.scale import Scale
 
+from .made_records import STAMPS, request, run, setup
 from .within import assert_within
-
-STAMPS = (
-    "arrived_s",
-    "eligible_s",
-    "scheduled_s",
-    "allocated_s",
-    "read_s",
-    "prefill_start_s",
-    "computed_s",
-    "transferred_s",
-    "first_token_s",
-    "last_token_s",
-)
 
 times = st.floats(0.0, 1e4, allow_nan=False)
 runs = st.lists(st.tuples(st.floats(0.0, 1e3, allow_nan=False), st.integers(0, 50)), max_size=12)
-
-
-def request(stamps: tuple[float, ...] = tuple(range(10)), /, **changes: object) -> RequestRecord:
-    values: dict[str, object] = {
-        "id": "a.0",
-        "trajectory": "a",
-        "turn": 0,
-        "status": "done",
-        "path": "pe",
-        "prompt_tokens": 200,
-        "hit_tokens": 128,
-        "output_tokens": 3,
-        **dict(zip(STAMPS, map(float, stamps), strict=True)),
-        **changes,
-    }
-    return RequestRecord(**values)  # type: ignore[arg-type]
-
-
-def run(*requests: RequestRecord, nodes: tuple[NodeRecord, ...] = (), ended_s: float = 10.0) -> RunRecords:
-    return RunRecords(t0_s=0.0, ended_s=ended_s, requests=requests, nodes=nodes)
-
-
-def port(nic: str, windows: tuple[int, ...], window_s: float = 1.0, direction: str = "write") -> PortBytes:
-    return PortBytes(
-        nic=nic,
-        direction=direction,  # type: ignore[arg-type]
-        lane=2,
-        payload_bytes=sum(windows),
-        messages=len(windows),
-        busy_s=len(windows) * window_s,
-        window_s=window_s,
-        windows=windows,
-    )
-
-
-def setup(*ports: metrics.Port) -> metrics.Setup:
-    return metrics.Setup(layout=Layout(2, 4), scale=Scale(model_kv_bytes=704, kv_bytes=4), ports=ports)
 
 
 @given(runs)
@@ -167,8 +117,11 @@ def test_nothing_done_has_no_figures() -> None:
         assert metrics.reading_share(rows) is None
         assert metrics.latency(rows, metrics.ttft_s) is None
         assert metrics.path_share(rows, by="requests") == {"pe": None, "de": None}
-        assert metrics.snic_balance(records, setup()) is None
-        assert metrics.binding(records, setup()) is None
+        assert metrics.pool_hit_ratio(rows) is None
+        assert balance.snic_balance(records, setup()) is None
+        assert balance.attention_balance(records, setup()) is None
+        assert usage.binding(records, setup()) is None
+        assert usage.collectives(records) == ()
 
 
 def test_jct_runs_from_the_clocks_start_to_the_last_token() -> None:
@@ -210,94 +163,12 @@ def test_ratios_weigh_tokens() -> None:
     assert counts == metrics.Tokens(prompt=600, hit=192, miss=408, output=9, persisted=0)
 
 
-def test_steps_keep_both_sides_counts_apart() -> None:
-    """A sent key shows what the sender counted, a received one what the receiver counted, in model bytes."""
-    sent = tuple(TransferBytes(t.name, "a", "b", 8 * t, 1) for t in Transfer)
-    received = tuple(TransferBytes(t.name, "a", "b", 8 * t + 4, 1) for t in Transfer)
-    records = run(nodes=(NodeRecord(node="a", sent=sent), NodeRecord(node="b", received=received)))
-    steps = metrics.steps_model_bytes(records, Scale(model_kv_bytes=704, kv_bytes=4))
-    assert tuple(steps) == metrics.STEPS
-    assert len(steps) == 9 + 7 + 3
-    for t in Transfer:
-        if t is Transfer.OTHER:
-            continue
-        if t.sent not in t.received:
-            assert steps[t.sent] == 8 * t * 176
-        assert {steps[key] for key in t.received} == {(8 * t + 4) * 176}
-
-
-def test_binding_is_the_class_that_is_busiest_on_average() -> None:
-    """One hot member does not make its class bind; it is named as that class's fullest."""
-    ports = (
-        metrics.Port("pe0", "snic0", "pe", 100.0),
-        metrics.Port("pe0", "cnic0", "pe", 100.0),
-        metrics.Port("pe0", "cnic1", "pe", 100.0),
-    )
-    node = NodeRecord(
-        node="pe0",
-        ports=(port("snic0", (60,) * 10), port("cnic0", (90,) * 10), port("cnic1", (10,) * 10)),
-        batches=(BatchRecord("pe0/0", 0, ("a.0",), ((0, 1),), 1.0, 3.0),),
-    )
-    records = run(nodes=(node,))
-    used = metrics.utilisation(records, setup(*ports))
-    assert used is not None
-    assert used["pe0", "cnic0", "write"] == 0.9
-    assert used["pe0", "cnic0", "read"] == 0.0
-    assert metrics.binding(records, setup(*ports)) == metrics.Binding("pe snic write", 0.6, "pe0 snic0 write", 0.6)
-    busy = NodeRecord(node="pe0", batches=(BatchRecord("pe0/0", 0, ("a.0",), ((0, 1),), 1.0, 9.0),))
-    figure = metrics.binding(run(nodes=(busy,)), setup(*ports))
-    assert figure is not None
-    assert (figure.resource, figure.utilisation) == ("pe compute", 0.8)
-
-
-def test_utilisation_leaves_out_what_came_before_the_clock() -> None:
-    """Bytes of the windows before t0 (warming) are not part of the run's utilisation."""
-    node = NodeRecord(node="pe0", ports=(port("snic0", (100, 100, 50, 50)),))
-    records = RunRecords(t0_s=2.0, ended_s=4.0, requests=(), nodes=(node,))
-    used = metrics.utilisation(records, setup(metrics.Port("pe0", "snic0", "pe", 100.0)))
-    assert used is not None
-    assert used["pe0", "snic0", "write"] == 0.5
-
-
-SNICS = (
-    metrics.Port("pe0", "snic0", "pe", 100.0),
-    metrics.Port("de0", "snic0", "de", 100.0),
-    metrics.Port("st0", "snic0", "storage", 500.0),
-)
-
-
-def test_balance_is_over_the_serving_nodes_and_high_load() -> None:
-    """Idle windows and the storage nodes' own NICs do not count; an even split is 1, one side alone is 2."""
-    nodes = (
-        NodeRecord(node="pe0", ports=(port("snic0", (100, 100, 1, 0)),)),
-        NodeRecord(node="de0", ports=(port("snic0", (100, 0, 0)),)),
-        NodeRecord(node="st0", ports=(port("snic0", (900, 900, 900, 900)),)),
-    )
-    assert metrics.snic_balance(run(nodes=nodes), setup(*SNICS)) == metrics.Balance(1.5, 1.0, 2)
-    assert metrics.snic_balance(run(nodes=nodes[:1]), setup(*SNICS)) == metrics.Balance(2.0, 1.0, 2)
-
-
-@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 100)), min_size=1, max_size=60))
-@settings(max_examples=50)
-def test_balance_lies_between_one_and_the_number_of_nics(loads: list[tuple[int, int]]) -> None:
-    """Max/Avg over n NICs is between 1 and n, whatever the load."""
-    nodes = tuple(
-        NodeRecord(node=name, ports=(port("snic0", tuple(pair[i] for pair in loads), 0.5),))
-        for i, name in enumerate(("pe0", "de0"))
-    )
-    figure = metrics.snic_balance(run(nodes=nodes, ended_s=len(loads) / 2), setup(*SNICS))
-    assert (figure is None) == (sum(map(sum, loads)) == 0)
-    assert figure is None or 1.0 <= figure.max_over_avg <= 2.0
-
-
-def test_windows_of_unequal_width_cannot_be_joined() -> None:
-    """Counters with different windows are a fault of the run, not something to average over."""
-    nodes = (
-        NodeRecord(node="pe0", ports=(port("snic0", (1,)),)),
-        NodeRecord(node="de0", ports=(port("snic0", (1,), 0.5),)),
-    )
-    with pytest.raises(ValueError, match="windows"):
-        metrics.snic_balance(run(nodes=nodes), setup(*SNICS))
+def test_a_split_hit_is_read_on_both_sides() -> None:
+    """A split request is of neither path; its tokens count on the side that read them."""
+    rows = [request(path="split", de_hit_tokens=64, pool_tokens=64), request(path="de")]
+    assert metrics.path_share(rows, by="requests") == {"pe": 0, "de": 1 / 2, "split": 1 / 2}
+    assert metrics.path_share(rows, by="tokens") == {"pe": 64 / 256, "de": 192 / 256}
+    assert metrics.pool_hit_ratio(rows) == 64 / 256
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])

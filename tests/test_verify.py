@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emulator import verify
-from emulator.records import Decision, NodeRecord, RequestRecord
+from emulator.records import BatchRecord, Decision, NodeRecord, RequestRecord, TransferBytes
+from emulator.systems import SYSTEMS, System
 from emulator.verify import Evidence
 
-from .made_run import evidence, replace_node, replace_request
+from .made_run import POOLED, QUOTA_S, evidence, replace_node, replace_request
 
 Mutation = Callable[[Evidence], Evidence]
 
@@ -81,6 +82,59 @@ def undecided(made: Evidence) -> Evidence:
 def other_path(made: Evidence) -> Evidence:
     path = request(made, "a0.1").path
     return replace_request(made, "a0.1", path="de" if path == "pe" else "pe")
+
+
+def split_off_a_whole_path(made: Evidence) -> Evidence:
+    return row(made, "sched", "decisions", 4, split_blocks=1)
+
+
+def split_elsewhere(made: Evidence) -> Evidence:
+    """As if one more block had been read on the DE's side than was decided."""
+    split = evidence(system=SYSTEMS["split"])
+    r = request(split, "a0.2")
+    return replace_request(split, "a0.2", de_hit_tokens=r.de_hit_tokens + 64)
+
+
+def pool_without_a_pool(made: Evidence) -> Evidence:
+    return replace_request(made, "a0.1", pool_tokens=64)
+
+
+def pool_beyond_the_hit(made: Evidence) -> Evidence:
+    pooled = evidence(system=POOLED)
+    r = request(pooled, "a0.1")
+    return replace_request(pooled, "a0.1", pool_tokens=r.hit_tokens + 64)
+
+
+def free_on_a_port(made: Evidence) -> Evidence:
+    """What is free is counted as if a NIC had carried it."""
+    free = evidence(system=SYSTEMS["oracle"])
+    at = next(i for i, t in enumerate(node(free, "st0").sent) if t.transfer == "FREE")
+    return row(free, "st0", "sent", at, transfer="PE_READ")
+
+
+def of_other_layers(made: Evidence) -> Evidence:
+    """A run that loaded the hit again for each chunk, said to keep it in HBM."""
+    return msgspec.structs.replace(made, setup=msgspec.structs.replace(made.setup, system=SYSTEMS["basic"]))
+
+
+def beside(made: Evidence, **changes: Any) -> Evidence:
+    """The other engine of the group runs along in step 3, on nobody's behalf."""
+    batches = node(made, "pe0").batches
+    other = msgspec.structs.replace(batches[3], engine="pe0/1", index=0, requests=(), shape=(), **changes)
+    return replace_node(made, "pe0", batches=(*batches, other))
+
+
+def ends_late(made: Evidence) -> Evidence:
+    return beside(made, ended_s=node(made, "pe0").batches[3].ended_s + 0.01)
+
+
+def step_too_early(made: Evidence) -> Evidence:
+    return beside(made, started_s=node(made, "pe0").batches[2].started_s)
+
+
+def collective(made: Evidence) -> Evidence:
+    stray, pe = TransferBytes("COLLECTIVE", "pe0", "pe0", 4096, 1), node(made, "pe0")
+    return replace_node(made, "pe0", sent=(*pe.sent, stray), received=(*pe.received, stray))
 
 
 def double_rate(made: Evidence) -> Evidence:
@@ -156,6 +210,10 @@ MUTATIONS: list[tuple[str, str, Mutation]] = [
     ("decisions followed", "ghost", decided_for_nobody),
     ("decisions followed", "without a decision", undecided),
     ("decisions followed", "decided as", other_path),
+    ("decisions followed", "1 blocks split off", split_off_a_whole_path),
+    ("decisions followed", "on the DE's side", split_elsewhere),
+    ("whole blocks", "from a pool", pool_without_a_pool),
+    ("whole blocks", "from a pool", pool_beyond_the_hit),
     ("whole blocks", "expected whole blocks", on_request("a0.1", hit_tokens=100)),
     ("whole blocks", "a token left", on_request("a0.0", hit_tokens=192, prompt_tokens=192)),
     ("whole blocks", "persisted 0", on_request("a0.0", persisted_tokens=0)),
@@ -168,6 +226,8 @@ MUTATIONS: list[tuple[str, str, Mutation]] = [
     ("received as sent", "counted twice", counted_twice),
     ("step bytes", "persist: ", more_on_both_sides),
     ("step bytes", "requests account for", on_request("a0.0", output_tokens=71 + 64)),
+    ("step bytes", "pe3: ", of_other_layers),
+    ("ports carry transfers", "NICs carried", free_on_a_port),
     ("ports carry transfers", "NICs carried", on_row("pe0", "ports", 0, payload_bytes=1)),
     ("ports carry transfers", "windows hold", on_row("pe0", "ports", 0, windows=(1,))),
     ("rates kept", "above 20000 B/s", double_rate),
@@ -197,7 +257,17 @@ MUTATIONS: list[tuple[str, str, Mutation]] = [
     ("batches cover", "left no record", on_row("pe0", "batches", 0, requests=("ghost",))),
     ("batches cover", "shapes", on_row("pe0", "batches", 0, shape=())),
     ("batches cover", "is read at", on_row("pe0", "batches", 0, started_s=1.15)),
+    ("quota kept", "the quota is 0.3 s", on_row("pe0", "batches", 0, predicted_s=1.001 * QUOTA_S)),
+    ("steps together", "2 batches in step 0", on_row("pe0", "batches", 1, step=0)),
+    ("steps together", "step 3: pe0/0 ends it", ends_late),
+    ("steps together", "step 3: pe0/1 begins it", step_too_early),
+    ("collectives at home", "4096 B of collectives", collective),
 ]
+
+WHOLE = [
+    *((system, de_direct) for system in (*SYSTEMS.values(), POOLED) for de_direct in (False, True)),
+]
+"""Every system, with decode KV by way of the buffer and straight into HBM."""
 
 
 @given(st.integers(1, 4), st.integers(1, 4))
@@ -207,6 +277,18 @@ def test_a_sound_run_breaks_nothing(agents: int, turns: int) -> None:
     findings = verify.verify(evidence(agents, turns))
     assert [f for f in findings if not f.ok] == []
     assert [f.number for f in findings] == list(range(1, len(verify.INVARIANTS) + 1))
+
+
+@pytest.mark.parametrize(("system", "de_direct"), WHOLE)
+def test_every_system_has_its_own_account(system: System, de_direct: bool) -> None:
+    """Whatever a system loads again, splits, pools or gets free: its account holds for its own runs only."""
+    made = evidence(system=system, de_direct=de_direct)
+    assert [f for f in verify.verify(made) if not f.ok] == []
+    free = msgspec.structs.replace(system, free=not system.free)
+    resident = msgspec.structs.replace(system, layerwise=not system.layerwise)
+    for changes in ({"system": free}, {"system": resident}, {"de_direct": not de_direct}):
+        other = msgspec.structs.replace(made, setup=msgspec.structs.replace(made.setup, **changes))
+        assert not next(f for f in verify.verify(other) if f.invariant == "step bytes").ok, changes
 
 
 @pytest.mark.parametrize(("invariant", "fault", "mutate"), MUTATIONS)
@@ -230,6 +312,32 @@ def test_a_failed_request_loosens_step_bytes_by_its_own_bytes_only() -> None:
     assert next(f for f in verify.verify(failed) if f.invariant == "step bytes").ok
     refused = replace_node(failed, "sched", decisions=())
     assert not next(f for f in verify.verify(refused) if f.invariant == "step bytes").ok
+
+
+def test_one_token_may_take_more_than_the_quota() -> None:
+    """A quota below a head's first token does not stop its engine: that token alone is no fault, two are."""
+    made = evidence()
+    for shape, ok in ((((64, 1),), True), (((64, 2),), False), (((64, 1), (0, 1)), False)):
+        batch = BatchRecord("pe0/1", 0, ("a", "b")[: len(shape)], shape, 0.0, 1.0, predicted_s=9.0)
+        over = replace_node(made, "pe0", batches=(*node(made, "pe0").batches, batch))
+        assert next(f for f in verify.verify(over) if f.invariant == "quota kept").ok is ok
+
+
+def test_groups_that_span_nodes_and_a_stress_may_use_cnics() -> None:
+    """Collectives are at home on CNICs where their group lives on several nodes, or where that was asked for."""
+    made = collective(evidence())
+    for changes in ({"ep_over": "cnic"}, {"groups": (("pe0/0", "pe1/0"),)}):
+        other = msgspec.structs.replace(made, setup=msgspec.structs.replace(made.setup, **changes))
+        # The made-up ports know nothing of it.
+        assert [f.invariant for f in verify.verify(other) if not f.ok] == ["ports carry transfers"]
+
+
+def test_a_failed_request_of_a_pool_may_have_read_on_either_side() -> None:
+    """How much of an unfinished request's hit the pool gave is unknown; that it gave it is not a fault."""
+    failed = replace_request(
+        evidence(system=POOLED), "a0.1", status="failed", error="lost", path=None, hit_tokens=0, persisted_tokens=0
+    )
+    assert next(f for f in verify.verify(failed) if f.invariant == "step bytes").ok
 
 
 def test_tokens_equal_has_no_answer_without_tokens() -> None:

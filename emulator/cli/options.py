@@ -215,6 +215,6 @@ def say_notes(notes: dict[str, int]) -> None:
 
 def load_decisions(asked: Asked) -> Decisions | None:
     """The decisions that the runs are to repeat, if any."""
-    from ..report import read_decisions
+    from ..rundir import read_decisions
 
     return None if asked.decisions is None else read_decisions(asked.decisions)

@@ -26,16 +26,9 @@ from ..isolate import invoking_user
 from ..judge import Verdict, judge, judge_virtual, kernel_ports
 from ..plan import cluster_spec
 from ..records import Decisions, RunRecords
-from ..report import (
-    FinishedRun,
-    claim_run_dir,
-    read_run_dir,
-    report_as_counted,
-    run_entry,
-    setup_of,
-    table,
-    write_run_dir,
-)
+from ..report import FinishedRun, build_report, run_entry, setup_of
+from ..rundir import claim_run_dir, read_run_dir, report_as_counted, write_run_dir
+from ..tables import comparison
 from ..verify import Evidence
 from ..verify import verify as check
 from .lifecycle import find_cluster, show_stage
@@ -80,8 +73,6 @@ class _Job:
         """Keep a run and its entry."""
         out = self._outs[len(self.entries)]
         if out is None:
-            from ..report import build_report
-
             report = build_report(finished)
         else:
             report = write_run_dir(out, finished)
@@ -96,7 +87,7 @@ class _Job:
             from rich.console import Console
 
             # Not narrower than the table where nobody looks at it now.
-            Console(width=None if sys.stdout.isatty() else 160).print(table(self.entries))
+            Console(width=None if sys.stdout.isatty() else 160).print(comparison(self.entries))
         return max(map(_exit_code, self.entries), default=0)
 
     def evidence(self, run: RunConfig, fabric: str, records: RunRecords) -> Evidence:

@@ -15,6 +15,7 @@ import msgspec
 
 from .. import metrics
 from ..records import RunRecords
+from ..steps import step_payload
 from ..verify import Evidence
 
 __all__ = ["ParityFinding", "Tolerances", "parity"]
@@ -62,7 +63,7 @@ def parity(
             *findings,
             _same("same decisions", first, second, _decisions),
             _same("same batches", first, second, _batches),
-            _same("same step bytes", first, second, lambda e: metrics.step_payload(e.records)),
+            _same("same step bytes", first, second, lambda e: step_payload(e.records)),
             _same("same port bytes", first, second, _ports),
         ]
     return [

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from emulator.report import read_run_dir
+from emulator.rundir import read_run_dir
 from emulator.study.parity import ParityFinding, Tolerances, parity
 from topology.spec import PRESETS, load_topology
 

@@ -1,0 +1,200 @@
+"""What a run used of its resources, and which of them bound it: ports, engines, exchanges, pools.
+
+Pure. Model seconds and payload bytes; a figure over an empty set is None. Must not import a role, a fabric
+implementation or ``report``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+import msgspec
+
+from .fabric.interface import VirtualLane
+from .metrics import Direction, Setup, windows_since
+from .records import ExchangeRecord, NodeRecord, RunRecords
+
+__all__ = [
+    "Binding",
+    "CnicIdle",
+    "Exchanges",
+    "binding",
+    "cnic_idle",
+    "collectives",
+    "pool_peaks",
+    "utilisation",
+]
+
+COMPUTE = "pe compute"
+DOMINANT = 0.5
+"""The part of the prefill engines' time above which attention, or the exchanges, are named instead of it."""
+
+
+class Binding(msgspec.Struct, frozen=True):
+    """The resource class with the highest mean utilisation, and its fullest member."""
+
+    resource: str
+    utilisation: float
+    fullest: str
+    fullest_utilisation: float
+
+
+class Exchanges(msgspec.Struct, frozen=True):
+    """The collectives of one ring, lane and size: ``payload_bytes`` on every port, and how long one takes.
+
+    Every member sees each of them: ``count`` is that of one member, ``mean_s`` is over what all saw.
+    """
+
+    ring: str
+    lane: int
+    payload_bytes: int
+    count: int
+    mean_s: float
+    max_s: float
+
+
+class CnicIdle(msgspec.Struct, frozen=True):
+    """What collectives leave of the CNICs that carry them, as means over ``ports`` port directions.
+
+    ``idle``: the part of the run in which no collective's message was outstanding. ``kv_of_left``: of the bytes
+    that the ports could have carried beside the collectives', how many were KV. Collectives take milliseconds and
+    counters have windows of a tenth of a second, so that which byte of KV went into which gap is not known; in
+    sum it is, because a port that carries a collective has no more than the rest left for KV.
+    """
+
+    idle: float
+    kv_of_left: float
+    ports: int
+
+
+def utilisation(records: RunRecords, setup: Setup) -> dict[tuple[str, str, Direction], float] | None:
+    """Payload carried over what the port could carry, per (node, nic, direction), over all lanes.
+
+    Time runs from the window that holds t0 to the end of the run; None when no time passed.
+    """
+    elapsed = records.ended_s - records.t0_s
+    if elapsed <= 0:
+        return None
+    nodes = {n.node: n for n in records.nodes}
+    directions: tuple[Direction, Direction] = ("read", "write")
+    return {
+        (p.node, p.nic, d): _port_bytes(nodes[p.node], p.nic, d, records.t0_s) / (p.rate_bps * elapsed)
+        for p in setup.ports
+        if p.node in nodes
+        for d in directions
+    }
+
+
+def binding(records: RunRecords, setup: Setup) -> Binding | None:
+    """What limits the run: of every class of ports, and of the prefill engines, the one busiest on average.
+
+    A class is a role, a kind of NIC and a direction (``pe snic write``). An engine's utilisation is the part
+    of the time in which it has a batch, waits for KV inside a batch included. Where the engines bind and most of
+    that time is attention, or waiting for an exchange of the group, the class is named ``prefill attention`` or
+    ``expert exchange``. Memory is not among the classes: a buffer is full when what empties it is slow, so that
+    it would hide what binds; what requests wait for it is ``allocating``, how full it was ``pool_peaks``.
+    """
+    ports = utilisation(records, setup)
+    if ports is None:
+        return None
+    roles = {(p.node, p.nic): p.role for p in setup.ports}
+    members: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for (node, nic, direction), used in ports.items():
+        kind = nic.rstrip("0123456789")
+        members[f"{roles[node, nic]} {kind} {direction}"][f"{node} {nic} {direction}"] = used
+    elapsed = records.ended_s - records.t0_s
+    for node_record in records.nodes:
+        for batch in node_record.batches:
+            engines = members[COMPUTE]
+            busy = max(0.0, batch.ended_s - max(batch.started_s, records.t0_s))
+            engines[batch.engine] = engines.get(batch.engine, 0.0) + busy / elapsed
+    if not members:
+        return None
+
+    def mean(resource: str) -> float:
+        return math.fsum(members[resource].values()) / len(members[resource])
+
+    # Name breaks ties, so that the same records always give the same report.
+    resource = min(members, key=lambda name: (-mean(name), name))
+    fullest = min(members[resource], key=lambda name: (-members[resource][name], name))
+    name = _dominant(records) if resource == COMPUTE else resource
+    return Binding(name, mean(resource), fullest, members[resource][fullest])
+
+
+def _dominant(records: RunRecords) -> str:
+    """What the prefill engines' time mostly is."""
+    busy = attention = exchange = 0.0
+    for node in records.nodes:
+        engines = {batch.engine for batch in node.batches}
+        busy += math.fsum(b.ended_s - b.started_s for b in node.batches)
+        attention += math.fsum(b.attention_s for b in node.batches)
+        # All engines of a node wait for each of its exchanges.
+        exchange += len(engines) * math.fsum(e.total_s for e in node.exchanges)
+    parts = {"prefill attention": attention, "expert exchange": exchange}
+    largest = max(parts, key=lambda name: parts[name])
+    return largest if parts[largest] > DOMINANT * busy else COMPUTE
+
+
+def collectives(records: RunRecords) -> tuple[Exchanges, ...]:
+    """Every ring's exchanges by size, over all nodes that took part."""
+    rows: defaultdict[tuple[str, int, int], list[ExchangeRecord]] = defaultdict(list)
+    for node in records.nodes:
+        for e in node.exchanges:
+            if e.count:
+                rows[e.ring, e.lane, e.payload_bytes].append(e)
+    return tuple(
+        Exchanges(
+            *key,
+            count=max(e.count for e in found),
+            mean_s=math.fsum(e.total_s for e in found) / sum(e.count for e in found),
+            max_s=max(e.max_s for e in found),
+        )
+        for key, found in sorted(rows.items())
+    )
+
+
+def cnic_idle(records: RunRecords, setup: Setup) -> CnicIdle | None:
+    """How idle collectives leave the CNICs; None where none carries any on the lane that is theirs alone."""
+    elapsed = records.ended_s - records.t0_s
+    rates = {(p.node, p.nic): p.rate_bps for p in setup.ports if p.nic.startswith("cnic")}
+    idle: list[float] = []
+    left, used = 0.0, 0
+    for node in records.nodes:
+        for model in node.ports:
+            rate = rates.get((node.node, model.nic))
+            if model.lane != VirtualLane.MODEL or not model.payload_bytes or rate is None:
+                continue
+            idle.append(1 - model.busy_s / elapsed)
+            left += rate * elapsed - model.payload_bytes
+            used += sum(
+                p.payload_bytes
+                for p in node.ports
+                if (p.nic, p.direction, p.lane) == (model.nic, model.direction, VirtualLane.KV)
+            )
+    if not idle or left <= 0:
+        return None
+    return CnicIdle(math.fsum(idle) / len(idle), used / left, len(idle))
+
+
+def pool_peaks(records: RunRecords, setup: Setup) -> Mapping[str, float]:
+    """The most that was ever used of a pool, as a part of it, by class: the fullest of all nodes or engines."""
+    roles = {p.node: p.role for p in setup.ports}
+    peaks: dict[str, float] = {}
+    for node in records.nodes:
+        for pool in node.pools:
+            kind = pool.pool.rpartition(".")[2]
+            role = roles.get(node.node)
+            name = kind if role is None or kind.startswith(f"{role}_") else f"{role} {kind}"
+            if pool.total:
+                peaks[name] = max(peaks.get(name, 0.0), pool.peak_used / pool.total)
+    return dict(sorted(peaks.items()))
+
+
+def _port_bytes(node: NodeRecord, nic: str, direction: str, t0_s: float) -> int:
+    return sum(
+        sum(windows_since(p.windows, p.window_s, t0_s))
+        for p in node.ports
+        if p.nic == nic and p.direction == direction
+    )
