@@ -277,7 +277,7 @@ async def test_a_bad_count_from_the_receiver_is_a_violation() -> None:
 
                 async def answer() -> None:
                     with await accepted(listener) as sock:
-                        await sock.send(encode_ack(2))
+                        await sock.send(encode_ack(2, 0.0))
                         await sock.recv(1)
 
                 nursery.start_soon(answer)
@@ -322,7 +322,7 @@ async def test_a_cancelled_write_is_dropped_if_queued_and_finished_if_begun() ->
                     got = await read_exactly(sock, len(head) + size)
                     assert got == head + source.memory.tobytes()
                     assert not over.is_set()
-                    await sock.send(encode_ack(1))
+                    await sock.send(encode_ack(1, 0.0))
                     await over.wait()
                     assert [row.messages for row in a.sent()] == [1]
                     await cluster.close("a")

@@ -49,17 +49,21 @@ class Message(ABC):
 
 
 class Port:
-    """One direction of one NIC: its rate in bytes/s, and the pipes that are sending through it."""
+    """A resource that pipes share, as one direction of a NIC: its rate in bytes/s, and those sending through it.
 
-    def __init__(self, rate: float) -> None:
+    On one that is not ``laned`` all lanes are one.
+    """
+
+    def __init__(self, rate: float, *, laned: bool = True) -> None:
         self.rate = rate
+        self.laned = laned
         self.busy: dict[Pipe, None] = {}
 
 
 class Engine:
     """Pending events of one network, and its rates, which are settled when an instant is over.
 
-    ``rules``: the lanes of every port. ``run`` must be running in a task; nothing is posted before.
+    ``rules``: the lanes of every laned port. ``run`` must be running in a task; nothing is posted before.
     """
 
     def __init__(self, rules: Mapping[int, LaneRule]) -> None:
@@ -145,7 +149,8 @@ class Engine:
                         pipes[pipe] = None
                         waiting.extend(pipe.ports)
         flows = [Flow(tuple(ports[port] for port in pipe.ports), pipe.lane) for pipe in pipes]
-        rates = allocate(flows, [port.rate for port in ports], self._rules)
+        laneless = [index for port, index in ports.items() if not port.laned]
+        rates = allocate(flows, [port.rate for port in ports], self._rules, laneless)
         for pipe, rate in zip(pipes, rates, strict=True):
             pipe.set_rate(rate, now)
 
@@ -154,6 +159,7 @@ class Pipe:
     """A queue pair: messages in order, the first in flight, each placed ``latency_s`` after its last byte left.
 
     One that crosses no port is infinitely fast: its messages are over in the instant in which they are posted.
+    A port that is crossed twice gives it half.
     """
 
     def __init__(self, engine: Engine, ports: tuple[Port, ...], lane: int, latency_s: float) -> None:
@@ -250,5 +256,5 @@ class Pipe:
         self._prediction += 1
         if self.ports:
             for port in self.ports:
-                del port.busy[self]
+                port.busy.pop(self, None)
             self._engine.changed(self)

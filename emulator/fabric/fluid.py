@@ -1,9 +1,9 @@
 """The Fabric in virtual time: all nodes in one process, bytes as a fluid, every NIC direction a shared resource.
 
 A ``FluidNetwork`` holds the nodes; ``open_fluid`` runs it under ``run_virtual``. A queue pair is a ``Pipe`` of
-``flow``, which says when a message is over; here its bytes are moved, counted and told of. They are gathered
-and scattered in one step when the message is placed: until then its memory is in use, and whoever overwrites
-it too early corrupts it as over a wire. Counters attribute a message's bytes to the moment of its placing.
+``flow``, which says when a message is over; ``fluid_pair`` moves its bytes in one step when it is placed: until
+then its memory is in use, and whoever overwrites it too early corrupts it as over a wire. Counters attribute a
+message's bytes to the moment of its placing.
 
 Must not import ``tcp`` or anything above.
 """
@@ -11,23 +11,23 @@ Must not import ``tcp`` or anything above.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import trio
 
 from ..errors import EmulatorError, PeerLost, ProtocolViolation, error_from_code
-from ..extent import Extent, gather, scatter
+from ..extent import Extent
 from ..records import ExchangeRecord, PortBytes, TransferBytes
 from .collective import Hop
-from .counter import Counter, Lost, closed
-from .flow import Engine, Message, Pipe, Port
+from .counter import Counter, Lost
+from .flow import Engine, Pipe
 from .fluid_collective import FluidRings
+from .fluid_pair import Bulk, End, Pair, Posted, Route, Stream, gone
 from .interface import (
     Endpoint,
     Exchanged,
@@ -38,12 +38,12 @@ from .interface import (
     Ring,
     Segment,
     Target,
-    Transfer,
     VirtualLane,
     WriteStream,
 )
 from .maxmin import LaneRule
-from .meter import Books, PortMeter
+from .meter import Books
+from .wiring import Wiring
 
 __all__ = ["LANE_RULES", "FluidFabric", "FluidNetwork", "open_fluid"]
 
@@ -68,6 +68,7 @@ class FluidNetwork:
     ``message_latency_s``: from a message's last byte leaving to its being placed; 0 by default, since what a
     switch adds is far below a layer's transfer time. ``window_s``: width of the port counters' windows.
     ``lane_map``: the lane that carries what is asked to go on another; counters name the lane that carried.
+    ``dram``, ``pcie``: rates of nodes' DRAM and of the PCIe links of (node, NIC), where they count (``wiring``).
     """
 
     def __init__(
@@ -80,12 +81,9 @@ class FluidNetwork:
         message_latency_s: float = 0.0,
         window_s: float = 0.1,
         lane_map: Mapping[VirtualLane, VirtualLane] = MappingProxyType({}),
+        dram: Mapping[str, float] = MappingProxyType({}),
+        pcie: Mapping[tuple[str, str], float] = MappingProxyType({}),
     ) -> None:
-        for (node, nic), rate in ports.items():
-            if not 0 < rate < math.inf:
-                raise ValueError(f"port {node}/{nic}: rate {rate}: expected a positive, finite number")
-            if node not in nodes:
-                raise ValueError(f"port {node}/{nic}: no node {node}")
         for name, latency_s in (("rpc_latency_s", rpc_latency_s), ("message_latency_s", message_latency_s)):
             if not 0 <= latency_s < math.inf:
                 raise ValueError(f"{name} {latency_s}: expected 0 or more, and finite")
@@ -94,12 +92,8 @@ class FluidNetwork:
         self._message_latency_s = message_latency_s
         self._shares = shares
         self._lane_map = lane_map
-        self._ports = {
-            (node, nic, direction): Port(rate)
-            for (node, nic), rate in ports.items()
-            for direction in ("read", "write")
-        }
-        self._pairs: dict[tuple[Endpoint, Endpoint, VirtualLane], _Pair] = {}
+        self._wiring = Wiring(nodes, ports, dram, pcie)
+        self._pairs: dict[tuple[Endpoint, Endpoint, VirtualLane], Pair] = {}
         books = {node: Books(window_s) for node in nodes}
         self.rings = FluidRings(self.engine, rpc_latency_s, books, self._send)
         self._fabrics = {node: FluidFabric(self, node, books[node]) for node in nodes}
@@ -119,9 +113,9 @@ class FluidNetwork:
             return
         dead.lost = True
         for pair in list(self._pairs.values()):
-            if dead in (pair.sender, pair.receiver):
+            if dead.end in (pair.sender, pair.receiver):
                 pair.pipe.lose(node)
-        self.rings.lose(node, _gone(node))
+        self.rings.lose(node, gone(node))
         for fabric in self._fabrics.values():
             fabric.on_lost(node)
 
@@ -139,31 +133,25 @@ class FluidNetwork:
         """The lane that carries what is asked to go on ``lane``."""
         return self._lane_map.get(lane, lane)
 
-    def pair(self, src: Endpoint, dst: Endpoint, lane: VirtualLane) -> _Pair:
-        """The queue pair, made on first use. ProtocolViolation for a port that is not there."""
-        key = (src, dst, self.lane(lane))
+    def pair(self, src: Endpoint, dst: Endpoint, lane: VirtualLane) -> Pair:
+        """The queue pair on the lane that carries, made on first use.
+
+        ProtocolViolation for a port that is not there.
+        """
+        key = (src, dst, lane)
         pair = self._pairs.get(key)
         if pair is None:
-            pair = self._pairs[key] = self._new_pair(*key)
+            crossed = self._wiring.crossed(src, dst)
+            ports = tuple(crossing.port for crossing in crossed)
+            meters = tuple(self._fabrics[c.node].end.books.port(c.nic, c.direction, lane) for c in crossed)
+            shared = lane if lane in self._shares else VirtualLane.CONTROL
+            pipe = Pipe(self.engine, ports, int(shared), self._message_latency_s if ports else 0.0)
+            ends = self._fabrics[src.node].end, self._fabrics[dst.node].end
+            pair = self._pairs[key] = Pair(pipe, ends, meters)
         return pair
 
-    def _new_pair(self, src: Endpoint, dst: Endpoint, lane: VirtualLane) -> _Pair:
-        ends = self._fabrics[src.node], self._fabrics[dst.node]
-        if src.free:
-            return _Pair(Pipe(self.engine, (), int(lane), 0.0), ends, ())
-        ports = self._port(src, "read"), self._port(dst, "write")
-        meters = ends[0].books.port(src.nic, "read", lane), ends[1].books.port(dst.nic, "write", lane)
-        carried = lane if lane in self._shares else VirtualLane.CONTROL
-        return _Pair(Pipe(self.engine, ports, int(carried), self._message_latency_s), ends, meters)
-
     def _send(self, hop: Hop, lane: VirtualLane, over: Callable[[], None]) -> None:
-        _Bulk(self.pair(hop.src, hop.dst, lane), hop.size_bytes, over).post()
-
-    def _port(self, endpoint: Endpoint, direction: Literal["read", "write"]) -> Port:
-        try:
-            return self._ports[endpoint.node, endpoint.nic, direction]
-        except KeyError:
-            raise ProtocolViolation(f"no port {endpoint.node}/{endpoint.nic} in this network") from None
+        Bulk(self.pair(hop.src, hop.dst, lane), hop.size_bytes, over).post()
 
 
 @asynccontextmanager
@@ -192,105 +180,6 @@ async def open_fluid(network: FluidNetwork) -> AsyncIterator[FluidNetwork]:
             stop.cancel()
 
 
-class _Pair:
-    """A queue pair: its pipe, the nodes at its ends, and their counters of it."""
-
-    def __init__(self, pipe: Pipe, ends: tuple[FluidFabric, FluidFabric], meters: tuple[PortMeter, ...]) -> None:
-        self.pipe = pipe
-        self.sender, self.receiver = ends
-        self.meters = meters
-
-
-class _Route:
-    """Where the messages of one write or stream go, resolved and checked once."""
-
-    def __init__(self, pair: _Pair, target: Target, local: Region, remote: Region, tag: _Tag | None) -> None:
-        self.pair = pair
-        self.target = target
-        self.local = local
-        self.remote = remote
-        self.tag = tag
-
-
-class _Counted(Message):
-    """A message of a queue pair, counted by both its ends."""
-
-    __slots__ = ("_pair",)
-
-    def __init__(self, pair: _Pair, size_bytes: int) -> None:
-        super().__init__(size_bytes)
-        self._pair = pair
-
-    def post(self) -> None:
-        now = self._pair.sender.now()
-        for meter in self._pair.meters:
-            meter.begin(now)
-        self._pair.pipe.post(self)
-
-    def drop(self) -> bool:
-        """Take it back; False if it has begun or is over."""
-        dropped = self._pair.pipe.drop(self)
-        if dropped:
-            self._unmeter()
-        return dropped
-
-    def lose(self, node: str) -> None:
-        self._unmeter()
-
-    def _count(self, transfer: Transfer) -> None:
-        """It is in place."""
-        pair, size = self._pair, self.size_bytes
-        now, sender, receiver = pair.sender.now(), pair.sender, pair.receiver
-        for meter in pair.meters:
-            meter.end(now, size)
-        sender.books.count_sent(transfer, sender.node, receiver.node, size)
-        receiver.books.count_received(transfer, sender.node, receiver.node, size)
-
-    def _unmeter(self) -> None:
-        now = self._pair.sender.now()
-        for meter in self._pair.meters:
-            meter.drop(now)
-
-
-class _Posted(_Counted):
-    """One segment on its way; ``over`` tells its sender that it is in place (None) or lost."""
-
-    __slots__ = ("_over", "_route", "_segment")
-
-    def __init__(self, route: _Route, segment: Segment, over: Callable[[_Posted, Lost | None], None]) -> None:
-        super().__init__(route.pair, segment.size_bytes)
-        self._route = route
-        self._segment = segment
-        self._over = over
-
-    def place(self) -> None:
-        """Put the bytes in place, count them on both sides, tell both sides."""
-        route = self._route
-        scatter(route.remote.memory, self._segment.remote, gather(route.local.memory, self._segment.local))
-        self._count(route.target.transfer)
-        if route.tag is not None:
-            route.tag.bump()
-        self._over(self, None)
-
-    def lose(self, node: str) -> None:
-        self._unmeter()
-        self._over(self, _gone(node, definite=not self.begun))
-
-
-class _Bulk(_Counted):
-    """What one port sends in an exchange: bytes of no content, since nobody reads them."""
-
-    __slots__ = ("_over",)
-
-    def __init__(self, pair: _Pair, size_bytes: int, over: Callable[[], None]) -> None:
-        super().__init__(pair, size_bytes)
-        self._over = over
-
-    def place(self) -> None:
-        self._count(Transfer.COLLECTIVE)
-        self._over()
-
-
 class _Tag(Counter, Marks):
     """The marks of one tag at one node, and the nodes that send to it."""
 
@@ -305,89 +194,6 @@ class _Tag(Counter, Marks):
 
     def forget(self) -> None:
         self._forget(self)
-
-
-class _Stream(WriteStream):
-    """Segments that are posted as they are released."""
-
-    def __init__(self, route: _Route, segments: Sequence[Segment]) -> None:
-        self._route = route
-        self._segments = segments
-        self._released = self._posted = 0
-        self._deferred: deque[int] = deque()
-        self._due_s = 0.0
-        self._placed = Counter()
-        self._under_way: dict[_Posted, None] = {}
-        self._lost = False
-        self._closed = False
-        self._landed = trio.Event()
-
-    def release(self, upto: int, *, after_s: float = 0.0) -> None:
-        if self._closed:
-            raise ValueError("release on a closed stream")
-        if not self._released <= upto <= len(self._segments):
-            raise ValueError(f"release({upto}): expected {self._released} to {len(self._segments)}")
-        self._released = upto
-        if after_s <= 0 and not self._deferred:
-            self._post(upto)
-        else:
-            engine = self._route.pair.sender.engine
-            self._deferred.append(upto)
-            self._due_s = max(engine.now + after_s, self._due_s)
-            engine.at(self._due_s, self._ring)
-
-    def _ring(self, _: int) -> None:
-        """What was deferred longest is due."""
-        if self._deferred:
-            self._post(self._deferred.popleft())
-
-    def _post(self, upto: int) -> None:
-        fresh, self._posted = self._segments[self._posted : upto], upto
-        if self._lost:
-            return
-        for segment in fresh:
-            message = _Posted(self._route, segment, self._over)
-            self._under_way[message] = None
-            message.post()
-
-    @property
-    def peer(self) -> str:
-        return self._route.pair.receiver.node
-
-    @property
-    def placed(self) -> int:
-        return self._placed.value
-
-    async def wait_placed(self, upto: int) -> None:
-        if not 0 <= upto <= len(self._segments):
-            raise ValueError(f"wait_placed({upto}): the stream has {len(self._segments)} segments")
-        await self._placed.wait(upto)
-
-    async def aclose(self) -> None:
-        self._closed = True
-        self._deferred.clear()
-        for message in [m for m in self._under_way if m.drop()]:
-            del self._under_way[message]
-        self._placed.fail(closed)
-        self._route.pair.sender.streams.pop(self, None)
-        with trio.CancelScope(shield=True):
-            if self._under_way:
-                await self._landed.wait()
-            else:
-                await trio.lowlevel.checkpoint()
-
-    def peer_lost(self, lost: Lost) -> None:
-        self._lost = True
-        self._placed.fail(lost)
-
-    def _over(self, message: _Posted, lost: Lost | None) -> None:
-        del self._under_way[message]
-        if lost is None:
-            self._placed.bump()
-        else:
-            self.peer_lost(lost)
-        if self._closed and not self._under_way:
-            self._landed.set()
 
 
 class _Call:
@@ -415,9 +221,7 @@ class FluidFabric(Fabric):
     def __init__(self, network: FluidNetwork, node: str, books: Books) -> None:
         self.node = node
         self.lost = False
-        self.books = books
-        self.engine = network.engine
-        self.streams: dict[_Stream, None] = {}
+        self.end = End(node, network.engine, books)
         self.calls: dict[_Call, bool] = {}
         self._network = network
         self._regions: dict[str, Region] = {}
@@ -446,7 +250,7 @@ class FluidFabric(Fabric):
         task = trio.lowlevel.current_task()
         failed: Lost | None = None
 
-        def over(_: _Posted, lost: Lost | None) -> None:
+        def over(_: Posted, lost: Lost | None) -> None:
             nonlocal failed
             failed = lost
             trio.lowlevel.reschedule(task)
@@ -454,7 +258,7 @@ class FluidFabric(Fabric):
         def abort(raise_cancel: object) -> trio.lowlevel.Abort:
             return trio.lowlevel.Abort.SUCCEEDED if message.drop() else trio.lowlevel.Abort.FAILED
 
-        message = _Posted(self._route(target, local, (segment,), tag), segment, over)
+        message = Posted(self._route(target, local, (segment,), tag), segment, over)
         message.post()
         await trio.lowlevel.wait_task_rescheduled(abort)
         if failed is not None:
@@ -463,8 +267,8 @@ class FluidFabric(Fabric):
     def open_stream(
         self, target: Target, local: Region, segments: Sequence[Segment], *, tag: str = ""
     ) -> WriteStream:
-        stream = _Stream(self._route(target, local, segments, tag), segments)
-        self.streams[stream] = None
+        stream = Stream(self._route(target, local, segments, tag), segments)
+        self.end.streams[stream] = None
         return stream
 
     def marks(self, tag: str) -> Marks:
@@ -507,18 +311,18 @@ class FluidFabric(Fabric):
         await self._network.rings.wait_entered(self.node, ring)
 
     def exchanges(self) -> tuple[ExchangeRecord, ...]:
-        return self.books.exchanges()
+        return self.end.books.exchanges()
 
     def sent(self) -> tuple[TransferBytes, ...]:
-        return self.books.sent()
+        return self.end.books.sent()
 
     def received(self) -> tuple[TransferBytes, ...]:
-        return self.books.received()
+        return self.end.books.received()
 
     def ports(self) -> tuple[PortBytes, ...]:
-        return self.books.ports(self.now())
+        return self.end.books.ports(self.now())
 
-    def _route(self, target: Target, local: Region, segments: Sequence[Segment], tag: str) -> _Route:
+    def _route(self, target: Target, local: Region, segments: Sequence[Segment], tag: str) -> Route:
         """Resolve and check a target. PeerLost for a dead node, ProtocolViolation for what is not there."""
         if target.src.node != self.node:
             raise ProtocolViolation(f"{self.node} cannot send from {target.src.node}")
@@ -542,7 +346,13 @@ class FluidFabric(Fabric):
         if tag:
             mark = peer._tag(tag)
             mark.senders[self.node] = None
-        return _Route(self._network.pair(target.src, target.dst, target.lane), target, local, remote, mark)
+        return Route(
+            self._network.pair(target.src, target.dst, self._network.lane(target.lane)),
+            target,
+            local,
+            remote,
+            mark,
+        )
 
     def _peer(self, node: str) -> FluidFabric:
         peer = self._network.fabric(node)
@@ -588,14 +398,14 @@ class FluidFabric(Fabric):
 
     def on_lost(self, node: str) -> None:
         """``node`` (maybe this one) is gone: end what waits for it."""
-        lost = _gone(node)
+        lost = gone(node)
         here = node == self.node
         for scope in list(self._serving) if here else ():
             scope.cancel()
         for tag in list(self._tags.values()):
             if here or node in tag.senders:
                 tag.fail(lost)
-        for stream in list(self.streams):
+        for stream in list(self.end.streams):
             if here or stream.peer == node:
                 stream.peer_lost(lost)
         for call in list(self.calls):
@@ -605,7 +415,3 @@ class FluidFabric(Fabric):
 
 def _end(extents: Sequence[Extent]) -> int:
     return max(extent.end for extent in extents)
-
-
-def _gone(node: str, *, definite: bool = False) -> Lost:
-    return partial(PeerLost, f"node {node} is gone", definite=definite)

@@ -1,15 +1,17 @@
 """Who gets what of shared ports: max-min fair rates inside a lane, lanes by guarantee and priority.
 
-Pure. A flow crosses a few port directions and belongs to one lane. What holds of the rates:
+Pure. A flow crosses a few port directions, some of them perhaps twice, and belongs to one lane; there are ports
+that know no lanes. What holds of the rates:
 
 - no port carries more than its capacity;
 - every flow has a full port, so no flow can be raised without lowering another;
 - with one lane: at some full port of its own no other flow gets more than it does (max-min fairness);
-- at a contended port a lane that asks for it gets its guaranteed share, and what a lane leaves idle goes to
-  the others, the better priority (then the larger guarantee) first, as HTB lends.
+- at a contended port with lanes a lane that asks for it gets its guaranteed share, and what a lane leaves idle
+  goes to the others, the better priority (then the larger guarantee) first, as HTB lends.
 
 The last holds exactly where lanes meet at one port of each flow. Along a chain of ports at which lanes meet,
-what a lane can use here depends on what others leave it there, and so on; the chain is followed one step.
+what a lane can use here depends on what others leave it there, and so on; the chain is followed one step. So it
+is with ports without lanes: a flow's part of them is fair among what all flows there could get elsewhere.
 
 Must not import anything of the emulator.
 """
@@ -17,7 +19,7 @@ Must not import anything of the emulator.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -36,20 +38,38 @@ class LaneRule(msgspec.Struct, frozen=True):
 
 
 class Flow(msgspec.Struct, frozen=True, array_like=True):
-    """One queue pair with something to send: the indices of the ports it crosses, and its lane."""
+    """One queue pair with something to send: the indices of the ports it crosses, and its lane.
+
+    An index that is there twice stands for a port of which the flow takes twice its rate.
+    """
 
     ports: tuple[int, ...]
     lane: int
 
 
-def allocate(flows: Sequence[Flow], capacity: Sequence[float], rules: Mapping[int, LaneRule]) -> list[float]:
+def allocate(
+    flows: Sequence[Flow],
+    capacity: Sequence[float],
+    rules: Mapping[int, LaneRule],
+    laneless: Collection[int] = (),
+) -> list[float]:
     """Rates of ``flows`` in the unit of ``capacity`` (one entry a port), in their order.
 
-    ``rules`` has every lane that occurs; the guarantees of all lanes sum to at most 1.
+    ``rules`` has every lane that occurs; the guarantees of all lanes sum to at most 1. On ``laneless`` ports all
+    lanes are one.
     """
     lanes = sorted({f.lane for f in flows}, key=lambda lane: (rules[lane].prio, -rules[lane].guarantee, lane))
     if len(lanes) <= 1:
         return max_min([f.ports for f in flows], capacity)
+    if not laneless:
+        return _by_lane(flows, capacity, rules, lanes)
+    return _with_laneless(flows, capacity, rules, lanes, frozenset(laneless))
+
+
+def _by_lane(
+    flows: Sequence[Flow], capacity: Sequence[float], rules: Mapping[int, LaneRule], lanes: Sequence[int]
+) -> list[float]:
+    """Where all ports have lanes; ``lanes`` are in the order in which idle capacity is lent."""
     members = {lane: [i for i, f in enumerate(flows) if f.lane == lane] for lane in lanes}
     paths = {lane: [flows[i].ports for i in members[lane]] for lane in lanes}
     reserved = _reserved(paths, capacity, rules)
@@ -62,9 +82,45 @@ def allocate(flows: Sequence[Flow], capacity: Sequence[float], rules: Mapping[in
             max(0.0, free - sum(reserved[other][port] for other in later)) for port, free in enumerate(room)
         ]
         _grant(rates, room, members[lane], paths[lane], max_min(paths[lane], open_to_lane))
-    # A lane that was kept a share may have been stopped elsewhere: hand on what it left.
+    _lend(rates, room, flows, lanes)
+    return rates
+
+
+def _lend(rates: list[float], room: list[float], flows: Sequence[Flow], lanes: Sequence[int]) -> None:
+    """A lane that was kept a share may have been stopped elsewhere: hand on what it left."""
     for lane in lanes:
-        _grant(rates, room, members[lane], paths[lane], max_min(paths[lane], room))
+        members = [i for i, f in enumerate(flows) if f.lane == lane]
+        paths = [flows[i].ports for i in members]
+        _grant(rates, room, members, paths, max_min(paths, room))
+
+
+def _with_laneless(
+    flows: Sequence[Flow],
+    capacity: Sequence[float],
+    rules: Mapping[int, LaneRule],
+    lanes: Sequence[int],
+    laneless: frozenset[int],
+) -> list[float]:
+    """Three allocations: what each flow could get of the laned ports, its fair part of the others within that,
+    and the laned ports anew within those parts. A bound on a flow is a port of its own.
+    """
+    held = [tuple(port for port in flow.ports if port in laneless) for flow in flows]
+    laned = [tuple(port for port in flow.ports if port not in laneless) for flow in flows]
+    own = {index: len(capacity) + at for at, index in enumerate(i for i, ports in enumerate(held) if ports)}
+
+    def within(bounds: Sequence[float]) -> list[float]:
+        bounded = [Flow((*laned[i], own[i]) if i in own else laned[i], flow.lane) for i, flow in enumerate(flows)]
+        return _by_lane(bounded, [*capacity, *bounds], rules, lanes)
+
+    alone = [min(capacity[port] / held[i].count(port) for port in held[i]) for i in own]
+    wanted = within(alone)
+    parts = max_min([(*held[i], own[i]) for i in own], [*capacity, *(wanted[i] for i in own)])
+    rates = within(parts)
+    room = list(capacity)
+    for flow, rate in zip(flows, rates, strict=True):
+        for port in flow.ports:
+            room[port] = max(0.0, room[port] - rate)
+    _lend(rates, room, flows, lanes)
     return rates
 
 

@@ -132,6 +132,7 @@ class Reception:
         self._scratch = np.empty(0, dtype=np.uint8)
         self._start = self._end = 0
         self._placed = self._told = 0
+        self._placed_s = 0.0
         self._lowat = 1
 
     def retransmits(self) -> int:
@@ -184,7 +185,8 @@ class Reception:
             except BaseException:
                 meter.drop(self._now())
                 raise
-            meter.end(self._now(), header.payload_bytes)
+            self._placed_s = self._now()
+            meter.end(self._placed_s, header.payload_bytes)
             self._books.count_received(header.transfer, src, dst, header.payload_bytes)
             self._placed += 1
             if header.tag:
@@ -263,7 +265,7 @@ class Reception:
 
     async def _readable(self) -> None:
         if self._told < self._placed:
-            await self._say(encode_ack(self._placed))
+            await self._say(encode_ack(self._placed, self._placed_s))
             self._told = self._placed
         await trio.lowlevel.wait_readable(self._sock)
 

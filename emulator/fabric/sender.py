@@ -27,7 +27,7 @@ from .counter import Counter, closed
 from .interface import Region, Segment, Target, WriteStream
 from .meter import Books
 from .sockets import SILENCE_S, Buffer, Outbox, close, retransmits
-from .wire import PairHello, decode_feedback, encode_header, encode_hello
+from .wire import Feedback, PairHello, decode_feedback, encode_header, encode_hello
 
 __all__ = ["PostedStream", "QueuePair"]
 
@@ -194,11 +194,12 @@ class QueuePair:
                     pending = pending[length:]
                     if feedback.violation is not None:
                         return ProtocolViolation(f"{self}: refused by the receiver: {feedback.violation}")
-                    self._complete(feedback.placed)
+                    self._complete(feedback)
             except ProtocolViolation as error:
                 return error
 
-    def _complete(self, placed: int) -> None:
+    def _complete(self, feedback: Feedback) -> None:
+        placed = feedback.placed
         count = placed - self._placed
         if not 0 <= count <= len(self._begun):
             raise ProtocolViolation(
@@ -211,11 +212,14 @@ class QueuePair:
             message = self._begun.popleft()
             self._meter.end(now, message.size_bytes)
             self._books.count_sent(message.stream.target.transfer, src, dst, message.size_bytes)
-            message.stream.on_placed()
+            message.stream.on_placed(feedback.at_s)
 
 
 class PostedStream(WriteStream):
-    """A stream on a TCP queue pair; a single write is a stream of one segment."""
+    """A stream on a TCP queue pair; a single write is a stream of one segment.
+
+    ``placed_s``: the model time at which the last segment that is in place came there, by the receiver's reading.
+    """
 
     def __init__(
         self, pair: QueuePair, target: Target, local: Region, segments: Sequence[Segment], tag: str
@@ -235,6 +239,7 @@ class PostedStream(WriteStream):
         self._deferred: deque[int] = deque()
         self._due_s = 0.0
         self._placed = Counter()
+        self.placed_s = 0.0
         self._closed = self._lost = False
         pair.attach(self)
 
@@ -294,8 +299,9 @@ class PostedStream(WriteStream):
         """The next queued message is being sent."""
         self._begun += 1
 
-    def on_placed(self) -> None:
-        """The next begun message is in place."""
+    def on_placed(self, at_s: float) -> None:
+        """The next begun message is in place, since ``at_s`` as the receiver says."""
+        self.placed_s = at_s
         self._placed.bump()
 
     def on_failed(self, error: EmulatorError) -> None:

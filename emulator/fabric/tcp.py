@@ -150,7 +150,7 @@ class TcpFabric(Fabric):
         if after_s > 0:
             await self.sleep(after_s)
         await trio.lowlevel.checkpoint_if_cancelled()
-        stream = PostedStream(self._pair(target), target, local, (segment,), tag)
+        stream = PostedStream(self._pair(target, self._lane(target.lane)), target, local, (segment,), tag)
         stream.release(1)
         try:
             await stream.wait_placed(1)
@@ -162,7 +162,7 @@ class TcpFabric(Fabric):
     def open_stream(
         self, target: Target, local: Region, segments: Sequence[Segment], *, tag: str = ""
     ) -> WriteStream:
-        return PostedStream(self._pair(target), target, local, tuple(segments), tag)
+        return PostedStream(self._pair(target, self._lane(target.lane)), target, local, tuple(segments), tag)
 
     def marks(self, tag: str) -> Marks:
         return self._marks.get(tag)
@@ -209,11 +209,12 @@ class TcpFabric(Fabric):
         return self._lane_map.get(lane, lane)
 
     def _from_scratch(self, target: Target, segment: Segment) -> PostedStream:
-        return PostedStream(self._pair(target), target, self._scratch, (segment,), "")
+        """A stream of an exchange, whose lane is the one that carries."""
+        return PostedStream(self._pair(target, target.lane), target, self._scratch, (segment,), "")
 
-    def _pair(self, target: Target) -> QueuePair:
-        """The queue pair of ``target``, opened on first use."""
-        key = (target.src, target.dst, self._lane(target.lane))
+    def _pair(self, target: Target, lane: VirtualLane) -> QueuePair:
+        """The queue pair of ``target`` on the lane that carries, opened on first use."""
+        key = (target.src, target.dst, lane)
         pair = self._pairs.get(key)
         if pair is None:
             if target.src.node != self.node:
@@ -227,7 +228,7 @@ class TcpFabric(Fabric):
                 self._make_socket,
                 source,
                 (destination, self._addresses.data_port),
-                self._addresses.tos[key[2]],
+                self._addresses.tos[lane],
                 self._windows.get(target.src.nic),
             )
             pair = QueuePair(

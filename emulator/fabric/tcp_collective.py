@@ -5,17 +5,17 @@ the management network to every other member, in order, dealt with where they ar
 task of its own from its entry on, so that it outlives a caller who gives up: the others wait for its bytes.
 
 Processes wake up late, each by an amount of its own, so that times are kept apart from delays: a member says
-how long its slowest port took from the moment at which *it* began to send, added to the common ideal start;
-the exchange is over at the latest of these. Ports of a ring are each used by one hop only, so that a late
-member's hop takes as long as it would have taken in time. What remains in it is the completion's way back, and
-the lateness of waking at both ends of it once (measured: tests/conformance).
+how long its slowest port took, from the moment at which *it* began to send until the receiver had the last byte,
+added to the common ideal start; the exchange is over at the latest of these. A port of a ring is used by one hop
+only, so that a late member's hop takes as long as it would have taken in time. What remains of the host's own
+times is the receiver's waking up, once.
 
 A lost member ends its rings for good: nobody knows which of its exchanges were the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -182,11 +182,15 @@ class TcpRings:
     async def _run(self, seat: _Seat, index: int, exchange: _Open) -> None:
         """One exchange from this node's entry to the moment when its own bytes are in place."""
         try:
-            await exchange.wait_complete()
-            await self._sleep_until(exchange.begins_s(self._latency_s))
-            over_s = exchange.started_s
-            if exchange.hops:
-                over_s += await self._send(exchange.hops, exchange.lane)
+            # Opened before the barrier, so that the first exchange does not wait for connections.
+            streams = [self._open(hop, exchange.lane) for hop in exchange.hops]
+            try:
+                await exchange.wait_complete()
+                await self._sleep_until(exchange.begins_s(self._latency_s))
+                over_s = exchange.started_s + await self._send(streams)
+            finally:
+                for stream in streams:
+                    stream.detach()
         except EmulatorError as error:
             self._lose_seat(seat, error)
             return
@@ -194,23 +198,19 @@ class TcpRings:
             self._tell(seat, IN_PLACE, InPlace(seat.ring.name, index, over_s))
             self._finish(seat, index, self._node, over_s)
 
-    async def _send(self, hops: tuple[Hop, ...], lane: VirtualLane) -> float:
+    def _open(self, hop: Hop, lane: VirtualLane) -> PostedStream:
+        whole = (Extent(0, hop.size_bytes),)
+        target = Target(hop.src, hop.dst, SCRATCH_REGION, Transfer.COLLECTIVE, lane)
+        return self._open_stream(target, Segment(whole, whole))
+
+    async def _send(self, streams: Sequence[PostedStream]) -> float:
         """Send on all ports at once; how long the slowest took."""
-        streams = []
-        for hop in hops:
-            whole = (Extent(0, hop.size_bytes),)
-            target = Target(hop.src, hop.dst, SCRATCH_REGION, Transfer.COLLECTIVE, lane)
-            streams.append(self._open_stream(target, Segment(whole, whole)))
         began_s = self._now()
-        try:
-            for stream in streams:
-                stream.release(1)
-            for stream in streams:
-                await stream.wait_placed(1)
-            return self._now() - began_s
-        finally:
-            for stream in streams:
-                stream.detach()
+        for stream in streams:
+            stream.release(1)
+        for stream in streams:
+            await stream.wait_placed(1)
+        return max((stream.placed_s - began_s for stream in streams), default=0.0)
 
     def _on_entered(self, peer: str, notice: Entered) -> None:
         seat = self._seats.get(notice.ring)

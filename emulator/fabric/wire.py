@@ -4,7 +4,7 @@ Pure framing, no I/O. Two kinds of connection exist.
 
 A *data* connection is one queue pair. The opener sends a hello, then messages: a header (``encode_header``)
 followed by its payload, nothing in between. The acceptor answers with feedback only: cumulative counts of the
-messages in place, or one violation, after which it closes.
+messages in place and when the last of them was, or one violation, after which it closes.
 
 An *RPC* connection joins a calling node to a called one. The opener sends a hello, then ``Call`` frames; the
 acceptor sends ``Answer`` frames. A frame is a 32-bit length and that many bytes of MessagePack.
@@ -68,6 +68,7 @@ _FIXED = struct.Struct("!BBHHIQ")
 _HEADER_MAGIC = 0xD7
 _EXTENT = struct.Struct("!QQQQ")
 _FEEDBACK = struct.Struct("!BQ")
+_ACKNOWLEDGED = struct.Struct("!BQd")
 _ACK, _VIOLATION = 1, 2
 _LENGTH = struct.Struct("!I")
 
@@ -104,9 +105,13 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Feedback(msgspec.Struct, frozen=True):
-    """What the acceptor of a data connection says: ``placed`` messages in all, or why it gives up."""
+    """What the acceptor of a data connection says: ``placed`` messages in all, or why it gives up.
+
+    ``at_s``: the model time at which the last of them came into place.
+    """
 
     placed: int = 0
+    at_s: float = 0.0
     violation: str | None = None
 
 
@@ -206,9 +211,9 @@ def decode_header(buffer: memoryview, start: int, end: int) -> Header | None:
     return Header(transfer, region, tag, extents, payload, stop - start)
 
 
-def encode_ack(placed: int) -> bytes:
-    """``placed`` messages in all are in place on this connection."""
-    return _FEEDBACK.pack(_ACK, placed)
+def encode_ack(placed: int, at_s: float) -> bytes:
+    """``placed`` messages in all are in place on this connection, the last since model time ``at_s``."""
+    return _ACKNOWLEDGED.pack(_ACK, placed, at_s)
 
 
 def encode_violation(text: str) -> bytes:
@@ -223,7 +228,9 @@ def decode_feedback(buffer: Buffer) -> tuple[Feedback, int] | None:
         return None
     kind, value = _FEEDBACK.unpack_from(buffer)
     if kind == _ACK:
-        return Feedback(placed=value), _FEEDBACK.size
+        if len(buffer) < _ACKNOWLEDGED.size:
+            return None
+        return Feedback(placed=value, at_s=_ACKNOWLEDGED.unpack_from(buffer)[2]), _ACKNOWLEDGED.size
     if kind != _VIOLATION or value > MAX_TEXT_BYTES:
         raise ProtocolViolation(f"feedback of kind {kind} with {value}, expected a count or a violation")
     end = _FEEDBACK.size + value
