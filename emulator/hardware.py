@@ -22,7 +22,7 @@ from .costmodel import Batch, CostModel
 __all__ = ["Hardware"]
 
 _WAVES = 3
-_OCTAVES = (8.0, 40.0)
+_OCTAVES = (6.0, 24.0)
 """Shortest and longest wave, in doublings of a token count: kernels change with sizes, not from token to token."""
 
 

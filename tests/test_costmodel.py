@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulator.costmodel import HOPPER, CostModel, CostTable, load_costs, load_table
+from emulator.costmodel import HOPPER, CostModel, CostTable, load_costs, load_table, split_table
 from emulator.errors import ConfigError
 from emulator.models.shape import bundled_shapes, load_shape
 
@@ -71,6 +72,34 @@ def test_nothing_costs_nothing() -> None:
     """An empty batch takes no time, in prefill and in decode."""
     cost = CostModel(load_shape("ds660b"))
     assert cost.prefill_layer_s([]) == cost.attention_s([]) == cost.decode_step_s([]) == 0
+    assert cost.attention_layer_s([]) == cost.decode_attention_s([]) == 0
+
+
+@given(SHAPES, st.lists(st.tuples(CONTEXT, TOKENS), min_size=1, max_size=5))
+def test_attention_and_rest_are_the_whole(model: str, batch: list[tuple[int, int]]) -> None:
+    """A layer is its attention and its rest, a decode step too, to the bit; attention adds up over requests."""
+    cost = CostModel(load_shape(model))
+    new = sum(tokens for _, tokens in batch)
+    assert cost.prefill_layer_s(batch) == cost.attention_layer_s(batch) + cost.rest_layer_s(new)
+    contexts = [cached for cached, _ in batch]
+    assert cost.decode_step_s(contexts) == cost.decode_attention_s(contexts) + cost.decode_rest_s(len(batch))
+    apart = sum(cost.attention_layer_s([request]) for request in batch)
+    assert_within(cost.attention_layer_s(batch), apart, rel=1e-12)
+    assert_within(cost.attention_s(batch), apart * cost.shape.layers, rel=1e-12)
+
+
+@given(SHAPES, st.floats(0, 8192), st.floats(0, 8192))
+def test_a_share_of_a_token_has_a_rest(model: str, some: float, more: float) -> None:
+    """Without tokens the rest is weights and overhead; it never falls with the tokens, whole or not."""
+    shape = load_shape(model)
+    cost = CostModel(shape)
+    weights_s = shape.weight_bytes_per_gpu / HOPPER.hbm_bps / shape.layers
+    assert_within(cost.rest_layer_s(0), weights_s + shape.prefill_layer_overhead_us * 1e-6, rel=1e-12)
+    assert_within(
+        cost.decode_rest_s(0) / shape.layers, weights_s + shape.decode_layer_overhead_us * 1e-6, rel=1e-12
+    )
+    assert cost.rest_layer_s(some) <= cost.rest_layer_s(some + more)
+    assert cost.decode_rest_s(some) <= cost.decode_rest_s(some + more)
 
 
 def test_small_forwards_are_bound_by_weights_and_large_ones_by_flops() -> None:
@@ -120,6 +149,39 @@ def test_table_replaces_prefill_times(tmp_path: Path) -> None:
     for cached, new, ms in ((0, 1, 10), (1000, 101, 80), (500, 1, 20), (0, 51, 15), (500, 51, 35)):
         assert_within(shape.layers * cost.prefill_layer_s([(cached, new)]), ms / 1000, rel=1e-12)
     assert cost.decode_step_s([5]) == load_costs(shape).decode_step_s([5])
+
+
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 25)), min_size=1, max_size=4))
+def test_a_table_knows_its_attention_by_the_context(batch: list[tuple[int, int]]) -> None:
+    """What no context changes is the rest, once a forward; at the shortest context attention is the formula's."""
+    formula = load_costs(load_shape("ds27b"))
+    layers = formula.shape.layers
+    times = ((0.010, 0.020), (0.030, 0.080))
+    measured = CostTable("t", (0, 1000), (1, 101), times)
+    cost = replace(formula, table=split_table(measured, lambda *request: formula.attention_s([request])))
+    new = sum(tokens for _, tokens in batch)
+    attention = [measured.forward_s(*request) - layers * cost.rest_layer_s(request[1]) for request in batch]
+    assert_within(layers * cost.attention_layer_s(batch), sum(attention), rel=1e-9)
+    assert_within(layers * cost.prefill_layer_s(batch), sum(attention) + layers * cost.rest_layer_s(new), rel=1e-9)
+    for tokens in measured.new:
+        assert_within(layers * cost.attention_layer_s([(0, tokens)]), formula.attention_s([(0, tokens)]), rel=1e-9)
+    assert cost.rest_layer_s(0) == cost.rest_layer_s(0.5) == cost.rest_layer_s(1) < cost.rest_layer_s(1.5)
+    assert cost.attention_s(batch) == formula.attention_s(batch)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("0,1,5\n90000,1,0.1\n", r"costs\.csv: cached=90000, bsz=1: 0\.1 ms, but attention alone takes"),
+        ("0,8192,100\n", r"costs\.csv: cached=0, bsz=8192: 100 ms, but attention alone takes \d+ ms"),
+        ("0,1,5\n9,1,4.9\n", r"costs\.csv: cached=9, bsz=1: 4\.9 ms, but bsz=1 takes 5 ms besides attention"),
+    ],
+)
+def test_times_that_leave_no_attention_are_refused(tmp_path: Path, text: str, error: str) -> None:
+    """A row quicker than attention can be, or than a shorter context's, names itself when it is loaded."""
+    with pytest.raises(ConfigError, match=error) as caught:
+        load_costs(load_shape("ds660b"), _table(tmp_path, "cached,bsz,ms\n" + text))
+    assert "\n" not in caught.value.text
 
 
 @given(st.integers(0, 1000), st.integers(1, 101))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from emulator.errors import ConfigError
-from emulator.models.shape import bundled_shapes, load_shape
+from emulator.models.shape import Experts, bundled_shapes, load_shape
 
 TEXT = """
 name = "mine"
@@ -31,6 +31,38 @@ def test_bundled_shapes_are_the_papers() -> None:
     per_token = {name: load_shape(name).kv_bytes_per_token for name in bundled_shapes()}
     assert per_token == {"ds27b": 19_200, "ds660b": 42_944, "qwen32b": 262_144, "toy": 64}
     assert all(load_shape(name).name == name for name in bundled_shapes())
+
+
+def test_experts_are_the_papers() -> None:
+    """Models with experts say what a token's exchange is made of; a dense model has none."""
+    assert load_shape("ds660b").experts == Experts(hidden=7168, top_k=8, dispatch_bytes=1, combine_bytes=2)
+    assert load_shape("ds27b").experts == Experts(hidden=2560, top_k=6, dispatch_bytes=1, combine_bytes=2)
+    assert load_shape("qwen32b").experts is load_shape("toy").experts is None
+
+
+@pytest.mark.parametrize(
+    ("table", "error"),
+    [
+        ("hidden = 8\ntop_k = 2\ndispatch_bytes = 1", r"missing required field `combine_bytes`"),
+        (
+            "hidden = 8\ntopk = 2\ndispatch_bytes = 1\ncombine_bytes = 2",
+            r"experts\.topk: unknown key; did you mean experts\.top_k\?",
+        ),
+        ("hidden = 0\ntop_k = 2\ndispatch_bytes = 1\ncombine_bytes = 2", r"hidden = 0: expected 1 or more"),
+        ("hidden = 8\ntop_k = 99999\ndispatch_bytes = 1\ncombine_bytes = 2", r"top_k = 99999: expected at most"),
+        ("hidden = 8\ntop_k = 2.5\ndispatch_bytes = 1\ncombine_bytes = 2", r"\$\.experts\.top_k"),
+    ],
+)
+def test_malformed_experts_are_refused(tmp_path: Path, table: str, error: str) -> None:
+    """Each fault of the table names the file and the key in one line; a good table is read."""
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{TEXT}[experts]\n{table}\n")
+    with pytest.raises(ConfigError, match=error) as caught:
+        load_shape(str(path))
+    assert "mine.toml" in caught.value.text
+    assert "\n" not in caught.value.text
+    path.write_text(f"{TEXT}[experts]\nhidden = 8\ntop_k = 2\ndispatch_bytes = 1\ncombine_bytes = 2\n")
+    assert load_shape(str(path)).experts == Experts(8, 2, 1, 2)
 
 
 def test_a_users_file(tmp_path: Path) -> None:
