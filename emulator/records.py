@@ -12,6 +12,7 @@ import msgspec
 
 __all__ = [
     "BatchRecord",
+    "CacheRecord",
     "Decision",
     "Decisions",
     "ExchangeRecord",
@@ -166,6 +167,24 @@ class PoolRecord(msgspec.Struct, frozen=True):
     peak_used: int
 
 
+class CacheRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What the directory of the DRAM pool counted until now, in Full Blocks; all ``leases`` are over after the run.
+
+    ``total`` slots hold ``used`` blocks and are reserved for ``pending`` ones. Of ``looked_up`` blocks ``hits`` were
+    found. ``inserted`` came in, ``evicted`` gave way to them, ``turned_away`` found no slot.
+    """
+
+    total: int
+    used: int
+    pending: int
+    leases: int
+    looked_up: int
+    hits: int
+    inserted: int
+    evicted: int
+    turned_away: int
+
+
 class HostSample(msgspec.Struct, frozen=True):
     """How well this process kept up with the wall clock (absent in virtual time).
 
@@ -191,6 +210,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     pools: tuple[PoolRecord, ...] = ()
     batches: tuple[BatchRecord, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    cache: CacheRecord | None = None
     host: HostSample | None = None
 
 

@@ -27,6 +27,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "systems",
             "kvcache",
             "pool",
+            "dramcache",
             "policy",
             "policy.*",
             "costmodel",
