@@ -11,6 +11,7 @@ __all__ = [
     "EmulatorError",
     "InvariantBroken",
     "PeerLost",
+    "PolicyError",
     "ProtocolViolation",
     "Refused",
     "StoreError",
@@ -66,6 +67,12 @@ class Refused(EmulatorError):
         super().__init__(text, definite=definite)
 
 
+class PolicyError(EmulatorError):
+    """A user's policy raised, answered with what cannot be done, or did not answer; the run cannot go on."""
+
+    code = "policy"
+
+
 class InvariantBroken(EmulatorError):
     """A finished run breaks an invariant of docs/invariants.md."""
 
@@ -94,7 +101,10 @@ def leaf_errors(error: BaseException) -> list[BaseException]:
 
 _BY_CODE: dict[str, type[EmulatorError]] = {
     cls.code: cls
-    for cls in (EmulatorError, ConfigError, PeerLost, ProtocolViolation, StoreError, Refused, InvariantBroken)
+    for cls in (
+        *(EmulatorError, ConfigError, PeerLost, ProtocolViolation, StoreError, Refused),
+        *(PolicyError, InvariantBroken),
+    )
 }
 
 
