@@ -8,15 +8,13 @@ other error, of whichever node, ends the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import trio
 
-from . import policy
+from .decisions import check_decisions
 from .deployment import Deployment, engine_node, join_ids
 from .errors import ConfigError, Refused
 from .fabric.interface import Fabric
@@ -32,6 +30,7 @@ from .messages import (
     Batches,
     Committed,
     Decided,
+    PlannedBatch,
     Put,
     Serve,
     Served,
@@ -41,9 +40,9 @@ from .messages import (
 from .models.backend import Backend
 from .models.reference import prompt_blocks
 from .records import Decisions, RequestRecord, Status
-from .workload import Trajectory, Turn, Workload
+from .workload import Trajectory, Workload, request_id
 
-__all__ = ["Client", "Replayed", "request_id"]
+__all__ = ["Client", "Replayed"]
 
 Replayed = tuple[float, float, tuple[RequestRecord, ...]]
 """(when the clock started, when the last request settled, all records in trace order)."""
@@ -93,59 +92,24 @@ class Client:
         longest = max((turn.prompt_tokens for t in workload.trajectories for turn in t.turns), default=1)
         cached = layout.full_blocks(longest - 1) * layout.block_tokens
         self._deployment.costs.check_covers(cached, max(longest, engine.batch_tokens))
-        turns = {}
         for trajectory in workload.trajectories:
             for index, turn in enumerate(trajectory.turns):
                 name = request_id(trajectory, index)
-                turns[name] = turn
                 try:
                     self._backend.check_context(turn.total_tokens)
                 except ConfigError as error:
                     raise ConfigError(f"request {name}: {error.text}; cut the trace with --max-len") from None
         if decisions is not None:
-            self._check_decisions(decisions, turns)
-            _check_order(decisions, workload)
-
-    def _check_decisions(self, decisions: Decisions, turns: Mapping[str, Turn]) -> None:
-        """Whatever would leave an engine waiting for a batch that can never be complete is refused here."""
-        engines = {*self._deployment.pe_engines, *self._deployment.de_engines}
-        limits, block_tokens = self._deployment.limits, self._deployment.layout.block_tokens
-        batched = {name: batch.engine for batch in decisions.batches for name in batch.requests}
-        for decision in decisions.requests:
-            name = decision.request
-            if name not in turns:
-                raise ConfigError(f"--decisions: request {name} is not in this workload; replay the same trace")
-            for used in (decision.pe, decision.de):
-                if used not in engines:
-                    raise ConfigError(f"--decisions: request {name} ran on {used}, which is not in this topology")
-            reason = policy.refusal(
-                limits,
-                prompt_tokens=turns[name].prompt_tokens,
-                output_tokens=turns[name].output_tokens,
-                hit_blocks=decision.hit_blocks,
-                path=decision.path,
-                block_tokens=block_tokens,
-            )
-            if reason is not None:
-                raise ConfigError(f"--decisions: request {name} does not fit this cluster: {reason}")
-            if batched.pop(name, None) != decision.pe:
-                raise ConfigError(
-                    f"--decisions: request {name} is in no batch of {decision.pe}; take a run that ended well"
-                )
-        for name, engine in batched.items():
-            raise ConfigError(f"--decisions: request {name} is in a batch of {engine} and was not decided")
-        for batch in decisions.batches:
-            tokens = sum(turns[name].prompt_tokens for name in batch.requests)
-            if tokens > limits.pe_hbm_tokens:
-                raise ConfigError(
-                    f"--decisions: batch {batch.index} of {batch.engine} has {tokens} tokens, a PE's HBM here"
-                    f" {limits.pe_hbm_tokens} (pe_hbm_kv_gb)"
-                )
+            check_decisions(decisions, workload, self._deployment)
 
     async def _impose(self, decisions: Decisions) -> None:
         await self._fabric.call(self._deployment.scheduler, REPLAY_DECISIONS, Decided(decisions.requests))
         for node in self._deployment.named("pe"):
-            batches = tuple((b.engine, b.requests) for b in decisions.batches if engine_node(b.engine) == node)
+            batches = tuple(
+                PlannedBatch(b.engine, b.step, b.requests, tuple(new for _, new in b.shape))
+                for b in decisions.batches
+                if engine_node(b.engine) == node
+            )
             await self._fabric.call(node, REPLAY_BATCHES, Batches(batches))
 
     async def _warm(self, trajectory: Trajectory, agent: _Agent) -> None:
@@ -210,6 +174,7 @@ class Client:
             de=decision.de,
             prompt_tokens=turn.prompt_tokens,
             hit_tokens=hit_tokens,
+            de_hit_tokens=self._deployment.hit_tokens(decision.de_blocks),
             output_tokens=turn.output_tokens,
             persisted_tokens=settled.persisted_tokens,
             arrived_s=arrived_s,
@@ -266,41 +231,6 @@ class _Agent:
         await trio.lowlevel.checkpoint()
         if index < len(self.trajectory.turns):
             self.ids(index)
-
-
-def _check_order(decisions: Decisions, workload: Workload) -> None:
-    """ConfigError for an order that no run can have had, in which something would wait for what comes after it.
-
-    In a run, decisions follow each other, an engine's batches follow each other and their requests' decisions,
-    and a turn is decided after its predecessor's batch.
-    """
-    order: TopologicalSorter[str | int] = TopologicalSorter()
-    for earlier, later in pairwise(decisions.requests):
-        order.add(later.request, earlier.request)
-    batch_of: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for place, batch in enumerate(decisions.batches):
-        order.add(place, *batch.requests, *([last[batch.engine]] if batch.engine in last else []))
-        last[batch.engine] = place
-        for name in batch.requests:
-            if name in batch_of:
-                raise ConfigError(f"--decisions: request {name} is in batches twice; take a run's own file")
-            batch_of[name] = place
-    for trajectory in workload.trajectories:
-        names = [
-            name for turn in range(len(trajectory.turns)) if (name := request_id(trajectory, turn)) in batch_of
-        ]
-        for before, name in pairwise(names):
-            order.add(name, batch_of[before])
-    try:
-        order.prepare()
-    except CycleError:
-        raise ConfigError("--decisions: not in the order of any run; take a run's own file") from None
-
-
-def request_id(trajectory: Trajectory, turn: int) -> str:
-    """The name of a turn: "trajectory:turn"."""
-    return f"{trajectory.id}:{turn}"
 
 
 def _unserved(trajectory: Trajectory, index: int, status: Status, at_s: float, why: str) -> RequestRecord:

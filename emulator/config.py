@@ -150,11 +150,15 @@ class ReplayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A node of the cluster as roles know it; ``engines`` is 0 for nodes without GPUs."""
+    """A node of the cluster as roles know it; ``engines`` is 0 for nodes without GPUs.
+
+    ``snic_bytes_s``: model bytes per second of its storage NIC, 0 where it has none.
+    """
 
     name: str
     role: Literal["pe", "de", "storage", "scheduler", "client"]
     engines: int = 0
+    snic_bytes_s: float = 0.0
 
 
 class RunConfig(msgspec.Struct, frozen=True):

@@ -10,21 +10,27 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
+import msgspec
+
 from .config import RunConfig
 from .costmodel import CostModel, load_costs
 from .errors import ConfigError
-from .fabric.interface import Endpoint
+from .experts import Volume, layer_volume
+from .fabric.interface import Endpoint, Ring
+from .hardware import Hardware
 from .kvcache import ID_BYTES, BlockId, Layout
 from .models import load_backend
 from .models.backend import Backend
 from .models.shape import ModelShape, load_shape
-from .policy import Limits
+from .policy import Limits, PolicySetup
+from .profile import Profile, profile
 from .scale import Scale
+from .systems import SYSTEMS, Reads, System
 
-__all__ = ["LAYER_SLOTS", "Deployment", "engine_gpu", "engine_node", "join_ids", "split_ids"]
+__all__ = ["LAYER_SLOTS", "Deployment", "Group", "engine_gpu", "engine_node", "join_ids", "split_ids"]
 
 LAYER_SLOTS = 2
-"""Layers of a request in PE HBM: one being computed and sent, the next being loaded."""
+"""Layers of a request in PE HBM under layerwise prefill: one being computed and sent, the next being loaded."""
 
 GB = 1e9
 
@@ -49,6 +55,18 @@ def split_ids(data: bytes) -> list[BlockId]:
     return [BlockId(data[at : at + ID_BYTES]) for at in range(0, len(data), ID_BYTES)]
 
 
+class Group(msgspec.Struct, frozen=True):
+    """Engines that run in step: all ``gpus`` of a role under expert parallelism, else one engine.
+
+    ``ring``: how their exchanges cross the compute network; None where no byte of them does.
+    """
+
+    name: str
+    nodes: int
+    gpus: int
+    ring: Ring | None = None
+
+
 class Deployment:
     """Facts of one run, all in payload bytes, blocks and tokens."""
 
@@ -60,6 +78,48 @@ class Deployment:
         except ValueError as error:
             raise ConfigError(f"scale: {error}") from None
         self.layout = Layout(self.shape.layers, config.scale.kv_bytes, config.engine.block_tokens)
+        self.system: System = SYSTEMS[config.replay.system]
+
+    @property
+    def reads(self) -> Reads:
+        """Where hits are read: the system's way, or the side that ``--path`` forces."""
+        path = self.config.replay.path
+        return self.system.reads if path == "auto" else path
+
+    @property
+    def layer_slots(self) -> int:
+        """Layers of a request that are in PE HBM at once."""
+        return min(LAYER_SLOTS, self.layout.layers) if self.system.layerwise else self.layout.layers
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        """What the emulated GPUs really take."""
+        engine = self.config.engine
+        return Hardware(self.costs, engine.hardware_seed, engine.hardware_deviation)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """What was profiled in advance: alpha, beta, and the predictor of attention times."""
+        engine = self.config.engine
+        return profile(
+            self.costs,
+            self.hardware,
+            snic_model_bps=max(member.snic_bytes_s for member in self.config.members if member.role == "pe"),
+            alpha_s=engine.alpha_s,
+            beta_s=engine.beta_s,
+        )
+
+    @cached_property
+    def policy_setup(self) -> PolicySetup:
+        """What a scheduling policy is told before the first request."""
+        return PolicySetup(
+            pe_engines=self.pe_engines,
+            de_engines=self.de_engines,
+            alpha_tokens=self.profile.alpha_tokens,
+            beta_tokens=self.profile.beta_tokens,
+            z=self.config.engine.z,
+            seed=self.config.replay.seed,
+        )
 
     @cached_property
     def costs(self) -> CostModel:
@@ -85,6 +145,42 @@ class Deployment:
         """The names of the nodes that play ``role``, in order."""
         return tuple(m.name for m in self.config.members if m.role == role)
 
+    def engines_of(self, node: str) -> tuple[str, ...]:
+        """The engines of one node."""
+        return tuple(f"{m.name}/{gpu}" for m in self.config.members if m.name == node for gpu in range(m.engines))
+
+    @property
+    def expert_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The engines of each expert-parallel group; none for a dense model."""
+        return () if self.shape.experts is None else (self.pe_engines, self.de_engines)
+
+    def groups(self, node: str) -> list[tuple[tuple[str, ...], Group]]:
+        """The node's engines by group: one group of all where experts are spread over them, else one for each."""
+        engines = self.engines_of(node)
+        if self.shape.experts is None:
+            return [((engine,), Group(engine, 1, 1)) for engine in engines]
+        role = next(member.role for member in self.config.members if member.name == node)
+        return [(engines, self._expert_group(role))]
+
+    def _expert_group(self, role: str) -> Group:
+        nodes = self.named(role)
+        engines = self._engines(role)
+        if self.config.replay.ep_over == "cnic":
+            after = [*engines[1:], engines[0]]
+        else:
+            # GPUs of one rank exchange between nodes; inside of a node there is NVLink.
+            count = len(self.engines_of(nodes[0]))
+            after = [*engines[count:], *engines[:count]]
+        hops = tuple((self.gpu(a), self.gpu(b)) for a, b in zip(engines, after, strict=True) if a != b)
+        return Group(role, len(nodes), len(engines), Ring(role, nodes, hops) if hops else None)
+
+    def exchange_volume(self, group: Group, tokens: int) -> Volume | None:
+        """Model bytes that one GPU of the group sends in a layer for ``tokens`` tokens; None for a dense model."""
+        if self.shape.experts is None:
+            return None
+        over = self.config.replay.ep_over
+        return layer_volume(self.shape.experts, tokens, nodes=group.nodes, gpus=group.gpus, over=over)
+
     def _engines(self, role: str) -> tuple[str, ...]:
         return tuple(f"{m.name}/{gpu}" for m in self.config.members if m.role == role for gpu in range(m.engines))
 
@@ -100,7 +196,7 @@ class Deployment:
             pe_buffer_blocks=self._blocks_of(engine.pe_buffer_gb),
             de_buffer_blocks=self._blocks_of(engine.de_buffer_gb),
             de_hbm_pages=self._blocks_of(engine.de_hbm_kv_gb),
-            pe_hbm_tokens=pe_hbm_bytes // (LAYER_SLOTS * self.layout.kv_bytes),
+            pe_hbm_tokens=pe_hbm_bytes // (self.layer_slots * self.layout.kv_bytes),
         )
 
     def hit_tokens(self, hit_blocks: int) -> int:
@@ -136,3 +232,7 @@ class Deployment:
     @staticmethod
     def snic(node: str) -> Endpoint:
         return Endpoint(node, "snic0", "host")
+
+    def reader_endpoint(self, node: str) -> Endpoint:
+        """Where a node's reads arrive: at its storage NIC, or nowhere that costs anything."""
+        return Endpoint(node, "free", "host") if self.system.free else self.snic(node)

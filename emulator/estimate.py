@@ -42,10 +42,11 @@ def estimate(run: RunConfig, workload: Workload) -> Estimate:
     spec = cluster_spec(run)
     snics = [port for port in spec.ports() if port.nic.kind == "snic" and port.node in _serving(run)]
     rates = [port.nic.rate_bytes_s for port in snics]
-    # What --path forces onto one side is carried by that side's NICs alone.
-    if run.replay.path != "auto":
-        rates = [port.nic.rate_bytes_s for port in snics if port.node.startswith(run.replay.path)]
-    block_bytes = deployment.scale.model_bytes(deployment.layout.full_block_bytes)
+    # What is read on one side only is carried by that side's NICs alone.
+    if deployment.reads in ("pe", "de"):
+        rates = [port.nic.rate_bytes_s for port in snics if port.node.startswith(deployment.reads)]
+    read_blocks = 0 if deployment.system.free else 1
+    block_bytes = read_blocks * deployment.scale.model_bytes(deployment.layout.full_block_bytes)
     hits = [_hit_blocks(t, deployment.layout.block_tokens, run.replay.warm) for t in workload.trajectories]
     serial = [
         _serial_s(deployment, trajectory, blocks, block_bytes / max(rates))

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .client import request_id
 from .config import RunConfig
 from .deployment import Deployment
 from .models.reference import Prompt, reference_tokens
-from .workload import Workload
+from .workload import Workload, request_id
 
 __all__ = ["continuing_turns", "expected_tokens"]
 

@@ -56,6 +56,10 @@ class LeaseQueue:
             raise
         return self._granted.pop(ticket)
 
+    def reserve_nowait(self, amount: int) -> Lease | None:
+        """A lease of ``amount`` if nobody waits and it can be had now."""
+        return None if self._waiting else self._pool.try_reserve(amount)
+
     def release(self, lease: Lease) -> None:
         """Give a lease back and let the next in order have what they wait for."""
         self._pool.release(lease)

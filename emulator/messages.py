@@ -16,9 +16,9 @@ from .records import Decision
 __all__ = [
     "COMMIT",
     "COMMITTED",
+    "FETCH",
     "LOAD",
     "PREFILL",
-    "PROGRESS",
     "PUT",
     "READ",
     "REPLAY_BATCHES",
@@ -26,17 +26,19 @@ __all__ = [
     "SERVE",
     "SETTLED",
     "SUBMIT",
+    "WAKE",
     "Ack",
     "Assignment",
     "Batches",
     "Commit",
     "Committed",
     "Decided",
+    "Fetch",
     "Load",
     "Phase",
+    "PlannedBatch",
     "Prefill",
     "Prefilled",
-    "Progress",
     "Put",
     "Read",
     "Serve",
@@ -44,6 +46,7 @@ __all__ = [
     "Settle",
     "Settled",
     "Submit",
+    "Wake",
 ]
 
 
@@ -107,7 +110,7 @@ class Settled(msgspec.Struct, frozen=True):
 class Prefill(msgspec.Struct, frozen=True):
     """DE's node to the PE's node: compute this request's prompt.
 
-    On the PE path the PE reads the hit blocks itself; on the DE path they are in the DE buffer already.
+    ``hit_ids`` are the hit blocks that the PE reads itself; those before them are in the DE buffer already.
     ``buffer_base`` is where the request's Full Blocks start in the DE node's ``de_buffer``.
     """
 
@@ -115,29 +118,37 @@ class Prefill(msgspec.Struct, frozen=True):
     prompt_tokens: int
     append: bytes
     hit_ids: bytes
-    """Ids of the hit blocks (PE path; empty on the DE path)."""
     buffer_base: int
 
 
 class Prefilled(msgspec.Struct, frozen=True):
-    """The PE's answer when the last layer is computed; the KV may still be under way."""
+    """The PE's answer when the last layer is computed; the KV may still be under way.
+
+    ``messages`` is how many the DE receives of it in all: one a layer and chunk.
+    """
 
     allocated_s: float
     read_s: float | None
     prefill_start_s: float
     computed_s: float
     token: int
+    messages: int
 
 
 class Load(msgspec.Struct, frozen=True):
-    """PE's node to the DE's node: stream the hit KV, layer by layer, into my HBM.
+    """PE's node to the DE's node: stream ``tokens`` from ``first`` on, layer by layer, into my HBM.
 
-    Layer l goes to byte ``slots[l % len(slots)]`` of region ``hbm{gpu}``.
+    Layer l goes to byte ``slots[l % len(slots)]`` of region ``hbm{gpu}``, where token 0 of the request would be.
+    ``chunk`` is which forward of the request it is for: 0, 1 ...; ``transfer`` tells hit from computed KV.
     """
 
     request: str
     pe: str
     slots: tuple[int, ...]
+    chunk: int
+    first: int
+    tokens: int
+    transfer: Transfer
 
 
 class Read(msgspec.Struct, frozen=True):
@@ -174,14 +185,22 @@ class Committed(msgspec.Struct, frozen=True):
     block_ids: bytes
 
 
-Phase = Literal["read", "prefilled", "finished"]
+Phase = Literal["read_pe", "read_de", "prefilled", "finished"]
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """To the scheduler: a phase of a request is over, so its load leaves the books."""
+class Fetch(msgspec.Struct, frozen=True):
+    """A group's leader to the scheduler: have you work for my engines? These phases are over since I last asked.
 
-    request: str
-    phase: Phase
+    The phases are the group's report: what the scheduler assigned less what is reported over is each engine's
+    seq_e and tok_e and its node's read_q.
+    """
+
+    node: str
+    over: tuple[tuple[str, Phase], ...]
+
+
+class Wake(msgspec.Struct, frozen=True):
+    """Scheduler to a group's leader: there is work waiting that you may fetch."""
 
 
 class Decided(msgspec.Struct, frozen=True):
@@ -190,14 +209,24 @@ class Decided(msgspec.Struct, frozen=True):
     decisions: tuple[Decision, ...]
 
 
-class Batches(msgspec.Struct, frozen=True):
-    """Client to a PE's node, before the clock starts: form these batches, (engine, requests) in order."""
+class PlannedBatch(msgspec.Struct, frozen=True):
+    """One forward as another run formed it: requests of ``engine`` and how many new tokens of each."""
 
-    batches: tuple[tuple[str, tuple[str, ...]], ...]
+    engine: str
+    step: int
+    requests: tuple[str, ...]
+    new: tuple[int, ...]
+
+
+class Batches(msgspec.Struct, frozen=True):
+    """Client to a PE's node, before the clock starts: form these batches, in order."""
+
+    batches: tuple[PlannedBatch, ...]
 
 
 SUBMIT = Method("submit", Submit, Assignment)
-PROGRESS = Method("progress", Progress, Ack)
+FETCH = Method("fetch", Fetch, Ack)
+WAKE = Method("wake", Wake, Ack)
 COMMITTED = Method("committed", Committed, Ack)
 SERVE = Method("serve", Serve, Served)
 SETTLED = Method("settled", Settle, Settled)

@@ -22,7 +22,15 @@ __all__ = ["cluster_spec", "emulated_rates", "members_of", "model_file", "run_co
 
 def members_of(spec: ClusterSpec) -> tuple[Member, ...]:
     """The cluster's nodes as roles know them."""
-    return tuple(Member(node.name, node.role, len(node.engines)) for node in spec.nodes)
+    return tuple(
+        Member(
+            node.name,
+            node.role,
+            len(node.engines),
+            sum(nic.rate_bytes_s for nic in node.nics if nic.kind == "snic"),
+        )
+        for node in spec.nodes
+    )
 
 
 def run_config(

@@ -59,7 +59,7 @@ def setup_of(config: RunConfig, fabric: FabricName) -> Setup:
         # Spelt out, because mypy narrows a literal by == and not by `in`.
         assert role == "pe" or role == "de" or role == "storage", f"{shaped.node}: a NIC"  # noqa: PLR1714
         ports.append(Port(shaped.node, shaped.nic.name, role, scale.payload_rate(shaped.nic.rate_bytes_s)))
-    return make_setup(config, deployment.layout, scale, tuple(ports), ())
+    return make_setup(config, deployment.layout, scale, tuple(ports), deployment.expert_groups)
 
 
 def make_setup(

@@ -1,43 +1,68 @@
 """The central request scheduler: who serves a request, over which path, and what of its prompt is stored.
 
 It owns the trie of committed prefixes and the books of every engine's load and every node's read queue; the
-decisions themselves are pure functions of ``emulator.policy``. It sees sizes and block ids, never a token or a
-byte of KV.
+decisions themselves are a ``Policy``'s. It sees sizes and block ids, never a token or a byte of KV.
+
+Theory of operation. A submitted request waits in two queues, for a PE and for a DE. Nothing is decided before a
+group's leader fetches: then its report enters the books, and the policy is asked for this group. A PE group
+takes from the one FIFO queue. A DE group's fetch first drains the global queue to all groups, then places its
+own group's. Once a request has both engines its read path is decided, its reads are on the books, and
+``submit`` returns.
+
+Leaders do not poll in vain: while work waits, one leader of the side after the other is woken, round the nodes,
+until all of it is placed or none of them can take any. Who could not is asked again when its load has changed.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import get_args
+from typing import Literal, get_args
 
 import msgspec
+import trio
 
-from . import policy
 from .deployment import Deployment, engine_node, split_ids
 from .errors import EmulatorError, ProtocolViolation, Refused
 from .fabric.interface import Fabric
 from .kvcache import PrefixTrie
 from .messages import (
     COMMITTED,
-    PROGRESS,
+    FETCH,
     REPLAY_DECISIONS,
     SUBMIT,
+    WAKE,
     Ack,
     Assignment,
     Committed,
     Decided,
+    Fetch,
     Phase,
-    Progress,
     Submit,
+    Wake,
 )
-from .policy import EngineLoad
+from .policy import Load, Policy, Queued, refusal, split_blocks
 from .records import Decision, Path
 
 __all__ = ["Scheduler"]
 
+Side = Literal["pe", "de"]
+
+
+class _Waiting:
+    """A request until both its engines and its path are decided."""
+
+    def __init__(self, queued: Queued, hit_blocks: int) -> None:
+        self.queued = queued
+        self.hit_blocks = hit_blocks
+        self.pe: str | None = None
+        self.de: str | None = None
+        self.decided = trio.Event()
+        self.decision: Decision | None = None
+
 
 class _Open(msgspec.Struct):
-    """What a request in flight has on the books, until ``ahead``, the phases not over yet, is empty.
+    """What a decided request has on the books, until ``ahead``, the phases not over yet, is empty.
 
     Its nodes report over connections of their own, so that their reports may come in any order.
     """
@@ -45,8 +70,7 @@ class _Open(msgspec.Struct):
     decision: Decision
     prompt_tokens: int
     total_tokens: int
-    read_node: str
-    read_tokens: int
+    reads: tuple[tuple[str, int], ...]
     ahead: set[Phase]
 
 
@@ -67,21 +91,62 @@ class _Recorded:
         return self._decisions[request]
 
 
+class _Rota:
+    """Whose turn it is to fetch, among one side's nodes: each once, until somebody's chances have changed."""
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        self._nodes = deque(nodes)
+        self._in_vain: set[str] = set()
+
+    def next(self) -> str | None:
+        """The next node that may have something to gain by fetching."""
+        for _ in range(len(self._nodes)):
+            node = self._nodes[0]
+            self._nodes.rotate(-1)
+            if node not in self._in_vain:
+                return node
+        return None
+
+    def fetched_in_vain(self, node: str) -> None:
+        """Nothing that waits is for this node as it is now."""
+        self._in_vain.add(node)
+
+    def changed(self) -> None:
+        """Other work is at the head, or there is new load: everybody has a chance again."""
+        self._in_vain.clear()
+
+
 class Scheduler:
     """The scheduler's role. Registers its handlers when it is made."""
 
-    def __init__(self, deployment: Deployment, fabric: Fabric) -> None:
+    def __init__(self, deployment: Deployment, fabric: Fabric, policy: Policy, tasks: trio.Nursery) -> None:
         self._deployment = deployment
         self._fabric = fabric
+        self._policy = policy
+        self._tasks = tasks
         self._trie = PrefixTrie()
         self._tokens = dict.fromkeys((*deployment.pe_engines, *deployment.de_engines), 0)
         self._requests = dict.fromkeys(self._tokens, 0)
-        self._read_queue = {engine_node(engine): 0 for engine in self._tokens}
+        self._engines: dict[str, list[str]] = {}
+        for engine in self._tokens:
+            self._engines.setdefault(engine_node(engine), []).append(engine)
+        self._side: dict[str, Side] = {
+            **dict.fromkeys(deployment.named("pe"), "pe"),
+            **dict.fromkeys(deployment.named("de"), "de"),
+        }
+        self._read_queue = dict.fromkeys(self._side, 0)
+        self._pages = dict.fromkeys(deployment.de_engines, deployment.limits.de_hbm_pages)
+        self._waiting: dict[str, _Waiting] = {}
         self._open: dict[str, _Open] = {}
+        self._for_pe: list[Queued] = []
+        self._for_de: list[Queued] = []
+        self._for_group: dict[str, list[Queued]] = {node: [] for node in deployment.named("de")}
+        self._rota = {"pe": _Rota(deployment.named("pe")), "de": _Rota(deployment.named("de"))}
         self._recorded: _Recorded | None = None
+        self._arrived = 0
         self._decisions: list[Decision] = []
         fabric.serve(SUBMIT, self.submit)
-        fabric.serve(PROGRESS, self.progress)
+        fabric.serve(FETCH, self.fetch)
         fabric.serve(COMMITTED, self.committed)
         fabric.serve(REPLAY_DECISIONS, self.replay)
 
@@ -90,44 +155,35 @@ class Scheduler:
         return tuple(self._decisions)
 
     async def submit(self, request: Submit) -> Assignment:
-        """Decide; Refused where the request can never fit."""
-        if request.request in self._open:
+        """Decide, once both sides have fetched the request; Refused where it can never fit."""
+        if request.request in self._open or request.request in self._waiting:
             raise ProtocolViolation(f"{self._fabric.node}: request {request.request} was submitted twice")
-        if self._recorded is None:
-            sequence, decision = len(self._decisions), self._decide(request, self._hit_blocks(request))
+        hit = self._hit_blocks(request)
+        if self._recorded is not None:
+            sequence, decision = self._replayed(request, hit, self._recorded)
+            self._refuse(request, decision.hit_blocks, decision.path)
+            self._book_engine(decision.pe, request.prompt_tokens, 1)
+            self._book_engine(decision.de, request.prompt_tokens + request.output_tokens, 1)
         else:
-            sequence, decision = self._replayed(request, self._recorded)
-        replay = self._deployment.config.replay
-        reason = policy.refusal(
-            self._deployment.limits,
-            prompt_tokens=request.prompt_tokens,
-            output_tokens=request.output_tokens,
-            hit_blocks=decision.hit_blocks,
-            path=decision.path,
-            block_tokens=self._deployment.layout.block_tokens,
-        )
-        if reason is not None:
-            raise Refused(f"request {request.request} refused under --path {replay.path}: {reason}")
-        self._book(request, decision)
+            # Where the policy chooses the path, the DE's buffer takes the whole prompt in any case.
+            self._refuse(request, hit, "pe" if self._deployment.reads == "pe" else "de")
+            decision = await self._decide(request, hit)
+            sequence = len(self._decisions)
+        self._book_reads(request, decision)
         self._decisions.append(decision)
         return Assignment(decision, sequence, self._fabric.now())
 
-    async def progress(self, request: Progress) -> Ack:
-        """A phase is over: its load leaves the books."""
-        entry = self._open.get(request.request)
-        if entry is None:
-            raise ProtocolViolation(f"{self._fabric.node}: progress of unknown request {request.request}")
-        if request.phase not in entry.ahead:
-            raise ProtocolViolation(f"{self._fabric.node}: {request.request} was {request.phase} before")
-        if request.phase == "read":
-            self._read_queue[entry.read_node] -= entry.read_tokens
-        elif request.phase == "prefilled":
-            self._charge(entry.decision.pe, -entry.prompt_tokens, -1)
+    async def fetch(self, request: Fetch) -> Ack:
+        """Take a leader's report, and place what waits on its engines."""
+        for name, phase in request.over:
+            self._over(name, phase)
+        side = self._side[request.node]
+        if request.over:
+            self._rota[side].changed()
+        if side == "pe":
+            self._fetch_prefill(request.node)
         else:
-            self._charge(entry.decision.de, -entry.total_tokens, -1)
-        entry.ahead.remove(request.phase)
-        if not entry.ahead:
-            del self._open[request.request]
+            self._fetch_decode(request.node)
         return Ack()
 
     async def committed(self, request: Committed) -> Ack:
@@ -146,50 +202,189 @@ class Scheduler:
         matched = self._trie.match(split_ids(request.block_ids))
         return min(matched, layout.full_blocks(request.prompt_tokens - 1))
 
-    def _decide(self, request: Submit, hit: int) -> Decision:
-        replay = self._deployment.config.replay
-        pe = policy.choose_engine(self._loads(self._deployment.pe_engines))
-        de = policy.choose_engine(self._loads(self._deployment.de_engines))
-        if replay.path != "auto":
-            path: Path = replay.path
-        else:
-            queues: dict[Path, int] = {
-                "pe": self._read_queue[engine_node(pe)],
-                "de": self._read_queue[engine_node(de)],
-            }
-            path = policy.choose_path(queues, request.request, replay.seed)
-            if hit > self._deployment.limits.pe_buffer_blocks:
-                # The DE's buffer takes the whole prompt in any case, so the other side can still read.
-                path = "de"
-        return Decision(request.request, pe, de, path, hit)
+    def _refuse(self, request: Submit, hit_blocks: int, path: Path) -> None:
+        reason = refusal(
+            self._deployment.limits,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=request.output_tokens,
+            hit_blocks=hit_blocks,
+            path=path,
+            block_tokens=self._deployment.layout.block_tokens,
+        )
+        if reason is not None:
+            replay = self._deployment.config.replay
+            raise Refused(
+                f"request {request.request} refused under {replay.system} --path {replay.path}: {reason}"
+            )
 
-    def _replayed(self, request: Submit, recorded: _Recorded) -> tuple[int, Decision]:
+    async def _decide(self, request: Submit, hit_blocks: int) -> Decision:
+        """Queue the request for both sides and wait for its engines and its path."""
+        hit_tokens = self._deployment.hit_tokens(hit_blocks)
+        queued = Queued(request.request, self._arrived, request.prompt_tokens, request.output_tokens, hit_tokens)
+        self._arrived += 1
+        waiting = self._waiting[request.request] = _Waiting(queued, hit_blocks)
+        self._for_pe.append(queued)
+        self._for_de.append(queued)
+        if len(self._for_pe) == 1:
+            self._rota["pe"].changed()
+        self._wake("pe")
+        self._rota["de"].changed()
+        self._wake("de")
+        await waiting.decided.wait()
+        assert waiting.decision is not None
+        return waiting.decision
+
+    def _fetch_prefill(self, node: str) -> None:
+        if not self._for_pe:
+            return
+        engines = self._policy.assign_prefill(self._for_pe, self._loads(node))
+        for queued, engine in zip(self._for_pe, engines, strict=False):
+            self._book_engine(engine, queued.prompt_tokens, 1)
+            waiting = self._waiting[queued.request]
+            waiting.pe = engine
+            self._choose_path(waiting)
+        del self._for_pe[: len(engines)]
+        rota = self._rota["pe"]
+        if engines:
+            rota.changed()
+        else:
+            rota.fetched_in_vain(node)
+        if self._for_pe:
+            self._wake("pe")
+
+    def _fetch_decode(self, node: str) -> None:
+        if self._for_de:
+            loads = {group: sum(self._tokens[e] for e in self._engines[group]) for group in self._for_group}
+            for group in loads:
+                loads[group] += sum(queued.tokens for queued in self._for_group[group])
+            routed = self._policy.route_decode(self._for_de, loads)
+            for queued, group in zip(self._for_de, routed, strict=True):
+                self._for_group[group].append(queued)
+            self._for_de.clear()
+            for group in dict.fromkeys(routed):
+                if group != node:
+                    self._wake_leader(group)
+        queue = self._for_group[node]
+        if not queue:
+            return
+        engines = self._policy.assign_decode(queue, self._loads(node))
+        for queued, engine in zip(queue, engines, strict=False):
+            self._book_engine(engine, queued.tokens, 1)
+            waiting = self._waiting[queued.request]
+            waiting.de = engine
+            self._choose_path(waiting)
+        del queue[: len(engines)]
+
+    def _choose_path(self, waiting: _Waiting) -> None:
+        """Decide the read path once both engines are known, by both nodes' read queues as they are now."""
+        if waiting.pe is None or waiting.de is None:
+            return
+        pe_queue = self._read_queue[engine_node(waiting.pe)]
+        de_queue = self._read_queue[engine_node(waiting.de)]
+        reads, split = self._deployment.reads, 0
+        path: Path
+        if reads == "auto":
+            path = self._policy.choose_path(waiting.queued, pe_queue, de_queue)
+            if waiting.hit_blocks > self._deployment.limits.pe_buffer_blocks:
+                path = "de"
+        elif reads == "split":
+            split = split_blocks(
+                waiting.hit_blocks,
+                pe_queue,
+                de_queue,
+                block_tokens=self._deployment.layout.block_tokens,
+                pe_buffer_blocks=self._deployment.limits.pe_buffer_blocks,
+            )
+            path = "pe" if split == 0 else "de" if split == waiting.hit_blocks else "split"
+        else:
+            path = reads
+        name = waiting.queued.request
+        del self._waiting[name]
+        waiting.decision = Decision(
+            name, waiting.pe, waiting.de, path, waiting.hit_blocks, split if path == "split" else 0
+        )
+        self._queue_reads(waiting.decision)
+        waiting.decided.set()
+
+    def _replayed(self, request: Submit, hit: int, recorded: _Recorded) -> tuple[int, Decision]:
         sequence, decision = recorded.take(request.request)
-        hit = self._hit_blocks(request)
         if decision.hit_blocks != hit:
             raise EmulatorError(
                 f"request {request.request}: {decision.hit_blocks} blocks hit when recorded, {hit} now;"
                 " replay decisions with the same trace, --warm and --max-len"
             )
+        self._queue_reads(decision)
         return sequence, decision
 
-    def _loads(self, engines: tuple[str, ...]) -> list[EngineLoad]:
-        return [EngineLoad(engine, self._requests[engine], self._tokens[engine]) for engine in engines]
+    def _loads(self, node: str) -> list[Load]:
+        free = self._deployment.layout.block_tokens
+        return [
+            Load(
+                engine,
+                node,
+                self._requests[engine],
+                self._tokens[engine],
+                self._read_queue[node],
+                self._pages.get(engine, 0) * free,
+            )
+            for engine in self._engines[node]
+        ]
 
-    def _book(self, request: Submit, decision: Decision) -> None:
-        entry = _Open(
+    def _wake(self, side: Side) -> None:
+        """Let the next leader of ``side`` fetch, if one has something to gain."""
+        node = self._rota[side].next()
+        if node is not None:
+            self._wake_leader(node)
+
+    def _wake_leader(self, node: str) -> None:
+        self._tasks.start_soon(self._call_wake, node)
+
+    async def _call_wake(self, node: str) -> None:
+        await self._fabric.call(node, WAKE, Wake())
+
+    def _reads_of(self, decision: Decision) -> tuple[tuple[str, int], ...]:
+        """(node, tokens) that a decision puts into read queues."""
+        on_de = self._deployment.hit_tokens(decision.de_blocks)
+        on_pe = self._deployment.hit_tokens(decision.hit_blocks) - on_de
+        return (engine_node(decision.pe), on_pe), (engine_node(decision.de), on_de)
+
+    def _queue_reads(self, decision: Decision) -> None:
+        for node, tokens in self._reads_of(decision):
+            self._read_queue[node] += tokens
+
+    def _book_reads(self, request: Submit, decision: Decision) -> None:
+        self._open[request.request] = _Open(
             decision,
             request.prompt_tokens,
             request.prompt_tokens + request.output_tokens,
-            engine_node(decision.pe if decision.path == "pe" else decision.de),
-            self._deployment.hit_tokens(decision.hit_blocks),
+            self._reads_of(decision),
             set(get_args(Phase)),
         )
-        self._open[request.request] = entry
-        self._read_queue[entry.read_node] += entry.read_tokens
-        self._charge(decision.pe, entry.prompt_tokens, 1)
-        self._charge(decision.de, entry.total_tokens, 1)
 
-    def _charge(self, engine: str, tokens: int, requests: int) -> None:
+    def _over(self, name: str, phase: Phase) -> None:
+        """A phase of a request is over: its load leaves the books."""
+        entry = self._open.get(name)
+        if entry is None:
+            raise ProtocolViolation(f"{self._fabric.node}: a report of unknown request {name}")
+        if phase not in entry.ahead:
+            raise ProtocolViolation(f"{self._fabric.node}: {name} was {phase} before")
+        if phase == "read_pe":
+            node, tokens = entry.reads[0]
+            self._read_queue[node] -= tokens
+        elif phase == "read_de":
+            node, tokens = entry.reads[1]
+            self._read_queue[node] -= tokens
+        elif phase == "prefilled":
+            self._book_engine(entry.decision.pe, -entry.prompt_tokens, -1)
+        else:
+            self._book_engine(entry.decision.de, -entry.total_tokens, -1)
+        entry.ahead.remove(phase)
+        if not entry.ahead:
+            del self._open[name]
+
+    def _book_engine(self, engine: str, tokens: int, requests: int) -> None:
         self._tokens[engine] += tokens
         self._requests[engine] += requests
+        if engine in self._pages:
+            pages = self._deployment.layout.blocks(abs(tokens))
+            self._pages[engine] += pages if tokens < 0 else -pages

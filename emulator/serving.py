@@ -17,6 +17,8 @@ from .decode import DecodeNode
 from .deployment import Deployment
 from .errors import EmulatorError
 from .fabric.interface import Fabric
+from .policy import Policy, make_policy
+from .policy.plugin import load_policy
 from .prefill import PrefillNode
 from .records import NodeRecord
 from .scheduler import Scheduler
@@ -56,6 +58,14 @@ class Role:
         )
 
 
+def _policy(deployment: Deployment) -> Policy:
+    """The policy that the replay asks for: its own file's, one by name, or its system's."""
+    name = deployment.config.replay.policy or deployment.system.policy
+    if name.endswith(".py"):
+        return load_policy(Path(name), deployment.policy_setup)
+    return make_policy(name, deployment.policy_setup)
+
+
 @asynccontextmanager
 async def open_role(
     config: RunConfig, node: str, fabric: Fabric, directory: Path | None = None
@@ -73,9 +83,9 @@ async def open_role(
             part: Part
             match member.role:
                 case "pe":
-                    part = PrefillNode(deployment, fabric, deployment.load_backend(), member.engines, tasks)
+                    part = PrefillNode(deployment, fabric, deployment.load_backend(), tasks)
                 case "de":
-                    part = DecodeNode(deployment, fabric, deployment.load_backend(), member.engines, tasks)
+                    part = DecodeNode(deployment, fabric, deployment.load_backend(), tasks)
                 case "storage":
                     size = deployment.layout.full_block_bytes
                     store = (
@@ -85,7 +95,7 @@ async def open_role(
                     )
                     part = StorageNode(deployment, fabric, store)
                 case "scheduler":
-                    part = Scheduler(deployment, fabric)
+                    part = Scheduler(deployment, fabric, _policy(deployment), tasks)
                 case "client":
                     part = Client(deployment, fabric, deployment.load_backend())
             yield Role(fabric, part)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .blockio import LANDING_BLOCKS, landing_region
 from .config import READ_BLOCKS
 from .deployment import Deployment, split_ids
 from .errors import ProtocolViolation
@@ -20,7 +21,6 @@ from .messages import COMMIT, PUT, READ, Ack, Commit, Put, Read
 from .pool import BufferPool
 from .records import PoolRecord
 from .store import BlockStore
-from .traffic import LANDING_BLOCKS, landing_region
 
 __all__ = ["StorageNode"]
 
@@ -56,7 +56,9 @@ class StorageNode:
         if sum(count for _, count in request.runs) != len(ids):
             raise ProtocolViolation(f"{self._fabric.node}: a read of {len(ids)} blocks with runs {request.runs}")
         size = self._deployment.layout.full_block_bytes
-        target = Target(self._deployment.snic(self._fabric.node), request.dst, request.region, request.transfer)
+        # Who reads for free names no NIC, and its blocks leave through none.
+        source = self._deployment.reader_endpoint(self._fabric.node)
+        target = Target(source, request.dst, request.region, request.transfer)
         async with self._space.hold(len(ids) * size) as lease:
             begin = lease.offset
             self._store.read_into(ids, self._outbox.memory[begin : begin + len(ids) * size])

@@ -1,233 +1,136 @@
-"""The traffic of an engine's node: every KV transfer of the two read paths, as segments on queue pairs.
+"""The traffic manager: the one place through which every transfer of a node's engines goes.
 
-One function or method a kind of transfer; the arrows' numbers are those of the paper's figures 4a and 4b. The
-segment arithmetic is pure; ``StorageReader`` and ``StorageWriter`` are the node's two sides of the storage.
-Roles decide when; this module decides from where to where, in how many messages, on which lane.
+Roles say what moves, from where to where; here is decided over which link it goes (the paired CNIC, a GPU's PCIe
+link under ``--copy cuda``, or no link at all for what an oracle gets free) and what submitting it costs.
+
+Doorbells. A transfer is a number of work requests, one a contiguous run. Submitting is serial work of the engine:
+one doorbell for each ``doorbell_batch`` RDMA writes, or one call for each CUDA copy, which cannot be batched. The
+transfer may begin when its last doorbell has rung.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
-import trio
+import msgspec
 
-from .config import READ_BLOCKS
-from .deployment import Deployment, join_ids
-from .errors import EmulatorError
-from .extent import Extent
-from .fabric.interface import Fabric, Region, Segment, Target, Transfer
-from .kvcache import BlockId, Layout
-from .leases import LeaseQueue
-from .messages import COMMIT, READ, Commit, Read
-from .pool import BufferPool, PagePool, Run
+from .deployment import Deployment
+from .fabric.interface import Endpoint, Fabric, Region, Segment, Target, Transfer, WriteStream
+from .segments import work_requests
 
-__all__ = [
-    "LANDING_BLOCKS",
-    "READS_IN_FLIGHT",
-    "StorageReader",
-    "StorageWriter",
-    "hbm_region",
-    "landing_region",
-    "load_segments",
-    "load_tag",
-    "miss_segments",
-    "miss_tag",
-    "page_segment",
-    "pages_segment",
-]
+__all__ = ["Doorbell", "Traffic"]
 
-LANDING_BLOCKS = 64
-"""Full Blocks of one DE node that a storage node can have received and not yet committed."""
+COPIES = frozenset({Transfer.PE_H2D, Transfer.PE_DE_H2D, Transfer.DE_H2D, Transfer.D2H})
+"""Transfers between an engine's own DRAM and HBM: CUDA copies where the NIC does not carry them."""
 
-READS_IN_FLIGHT = 4
-"""Requests whose blocks a node asks for at once: enough to keep its SNIC busy between two requests."""
+FREE = frozenset({*COPIES, Transfer.PE_OUT, Transfer.DE_LOAD, Transfer.DE_MISS, Transfer.RELOAD})
+"""What an oracle gets free besides its reads."""
 
 
-def load_segments(layout: Layout, buffer_base: int, hit_tokens: int, slots: Sequence[int]) -> list[Segment]:
-    """One segment a layer: the hit from Full Blocks in a DRAM buffer into the layer's HBM slot (pe3-4, de3-5)."""
-    return [
-        Segment(
-            layout.layer_extents(buffer_base, layer, 0, hit_tokens),
-            (Extent(slots[layer % len(slots)], hit_tokens * layout.kv_bytes),),
-        )
-        for layer in range(layout.layers)
-    ]
+class Doorbell:
+    """One engine's submit queue: when the work requests handed to it will have been submitted.
 
-
-def miss_segments(
-    layout: Layout, buffer_base: int, first_token: int, tokens: int, slots: Sequence[int]
-) -> list[Segment]:
-    """One segment a layer: ``tokens`` from ``first_token`` on, from HBM into the DE buffer (pe5-7, de_miss)."""
-    return [
-        Segment(
-            (Extent(slots[layer % len(slots)] + first_token * layout.kv_bytes, tokens * layout.kv_bytes),),
-            layout.layer_extents(buffer_base, layer, first_token, tokens),
-        )
-        for layer in range(layout.layers)
-    ]
-
-
-def pages_segment(layout: Layout, buffer_base: int, tokens: int, runs: Sequence[Run]) -> Segment:
-    """A prompt's KV from the DE buffer into HBM pages (pe8-9, de6-7): whole Full Blocks, then the last one's rows.
-
-    ``runs`` are page runs (first, count) in order, with room for at least the prompt.
+    ``submit_s``: model seconds of the engine's time per doorbell; ``batch``: work requests per doorbell.
     """
-    size = layout.full_block_bytes
-    full = layout.full_blocks(tokens)
-    remote: list[Extent] = []
-    left = full
-    page = None
-    for first, count in runs:
-        take = min(left, count)
-        if take:
-            remote.append(Extent(first * size, take * size))
-            left -= take
-        if not left and take < count:
-            page = first + take
-            break
-    local = list(layout.block_extents(buffer_base, 0, full))
-    rows = tokens % layout.block_tokens
-    if rows:
-        if page is None:
-            raise ValueError(f"{tokens} tokens do not fit the pages {list(runs)}")
-        local.append(_rows(layout, buffer_base + full * size, rows))
-        remote.append(_rows(layout, page * size, rows))
-    return Segment(tuple(local), tuple(remote))
+
+    def __init__(self, submit_s: float, batch: int) -> None:
+        self._submit_s = submit_s
+        self._batch = batch
+        self._free_s = 0.0
+
+    def ring(self, now_s: float, requests: int) -> float:
+        """Submit ``requests`` at ``now_s``; how many seconds later the last of them is submitted."""
+        rings = -(-requests // self._batch)
+        self._free_s = max(self._free_s, now_s) + rings * self._submit_s
+        return self._free_s - now_s
 
 
-def page_segment(layout: Layout, page: int, slot_offset: int) -> Segment:
-    """One Full Block from its HBM page into DRAM (d2h)."""
-    size = layout.full_block_bytes
-    return Segment((Extent(page * size, size),), (Extent(slot_offset, size),))
-
-
-def _rows(layout: Layout, base: int, rows: int) -> Extent:
-    """The first ``rows`` token rows of every layer of the block at byte ``base``."""
-    return Extent(base, rows * layout.kv_bytes, layout.layers, layout.layer_block_bytes)
-
-
-def hbm_region(gpu: int) -> str:
-    """The region of an engine's HBM on its node."""
-    return f"hbm{gpu}"
-
-
-def load_tag(request: str) -> str:
-    """The tag of the stream that brings a request's hit KV into PE HBM, a message a layer."""
-    return f"{request}/load"
-
-
-def miss_tag(request: str) -> str:
-    """The tag of the stream that takes a request's computed KV to the DE buffer, a message a layer."""
-    return f"{request}/miss"
-
-
-def landing_region(de_node: str) -> str:
-    """The region of a storage node into which ``de_node`` writes blocks to keep."""
-    return f"landing/{de_node}"
-
-
-class StorageReader:
-    """A node's read queue: Full Blocks from all storage nodes into a DRAM buffer, in few large messages (1-2).
-
-    Requests are read in the scheduler's sequence, ``READS_IN_FLIGHT`` of them at a time; within one request all
-    storage nodes send at once.
-    """
+class Traffic:
+    """The traffic manager of one node."""
 
     def __init__(self, deployment: Deployment, fabric: Fabric) -> None:
         self._deployment = deployment
         self._fabric = fabric
-        slots = PagePool(f"{fabric.node}.reads", READS_IN_FLIGHT)
-        self._slots = LeaseQueue(slots)
-
-    async def read(
-        self, ids: Sequence[BlockId], region: str, base: int, transfer: Transfer, *, sequence: int
-    ) -> None:
-        """Put blocks ``ids`` (a chain from its beginning) end to end into ``region`` from byte ``base``.
-
-        Raises what the first failing storage node answered, once none of them writes into ``region`` any more:
-        the caller may then give the memory to somebody else.
-        """
-        async with self._slots.hold(1, sequence):
-            await self._read(ids, region, base, transfer)
-
-    async def _read(self, ids: Sequence[BlockId], region: str, base: int, transfer: Transfer) -> None:
-        size = self._deployment.layout.full_block_bytes
-        message = self._deployment.config.engine.read_message_blocks
-        destination = self._deployment.snic(self._fabric.node)
-        runs: dict[str, list[Run]] = defaultdict(list)
-        for node, first, count in self._deployment.stripes(0, len(ids)):
-            runs[node] += [(at, min(message, first + count - at)) for at in range(first, first + count, message)]
-        failures: list[EmulatorError] = []
-        async with trio.open_nursery() as nursery:
-            for node in sorted(runs):
-                reads = [
-                    Read(
-                        join_ids([block for first, count in part for block in ids[first : first + count]]),
-                        destination,
-                        region,
-                        tuple((base + first * size, count) for first, count in part),
-                        transfer,
-                    )
-                    for part in _at_most(runs[node], READ_BLOCKS)
-                ]
-                nursery.start_soon(self._read_from, node, reads, failures)
-        if failures:
-            raise failures[0]
-
-    async def _read_from(self, node: str, reads: Sequence[Read], failures: list[EmulatorError]) -> None:
-        try:
-            for read in reads:
-                await self._fabric.call(node, READ, read)
-        except EmulatorError as error:
-            failures.append(error)
-
-
-def _at_most(runs: Sequence[Run], blocks: int) -> list[list[Run]]:
-    """Cut ``runs``, none of them longer, into parts of at most ``blocks`` blocks."""
-    parts: list[list[Run]] = []
-    room = 0
-    for run in runs:
-        if run[1] > room:
-            parts.append([])
-            room = blocks
-        parts[-1].append(run)
-        room -= run[1]
-    return parts
-
-
-class StorageWriter:
-    """A DE node's writes: complete Full Blocks from its DRAM to the storage nodes that keep them (persist)."""
-
-    def __init__(self, deployment: Deployment, fabric: Fabric) -> None:
-        self._deployment = deployment
-        self._fabric = fabric
-        size = deployment.layout.full_block_bytes
-        pools = {
-            node: BufferPool(f"{fabric.node}.{node}.landing", LANDING_BLOCKS * size) for node in deployment.storage
+        engine = deployment.config.engine
+        self._writes = {
+            name: Doorbell(engine.submit_write_s, engine.doorbell_batch)
+            for name in deployment.engines_of(fabric.node)
         }
-        self.pools = tuple(pools.values())
-        self._landing: dict[str, LeaseQueue] = {node: LeaseQueue(pool) for node, pool in pools.items()}
+        self._copies = {name: Doorbell(engine.submit_copy_s, 1) for name in self._writes}
 
-    async def write(self, ids: Sequence[BlockId], first_index: int, region: Region, base: int) -> None:
-        """Keep blocks ``ids``, which lie end to end in ``region`` from byte ``base``.
+    def stream(
+        self,
+        engine: str,
+        transfer: Transfer,
+        ends: tuple[Endpoint, Endpoint, str],
+        local: Region,
+        segments: Sequence[Segment],
+        *,
+        tag: str = "",
+    ) -> WriteStream:
+        """A stream of ``engine``'s; ``ends`` are source, destination and remote region. Use ``async with``."""
+        target = self._target(transfer, *ends)
+        stream = self._fabric.open_stream(target, local, segments, tag=tag)
+        doorbell = self._doorbell(engine, transfer, target)
+        return stream if doorbell is None else _Submitted(stream, segments, doorbell, self._fabric)
 
-        The first of them is block ``first_index`` of its chain. Returns when all are committed.
-        """
-        size = self._deployment.layout.full_block_bytes
-        for node, first, count in self._deployment.stripes(first_index, len(ids)):
-            for at in range(first, first + count, LANDING_BLOCKS):
-                blocks = min(LANDING_BLOCKS, first + count - at)
-                skip = at - first_index
-                async with self._landing[node].hold(blocks * size) as lease:
-                    target = Target(
-                        self._deployment.snic(self._fabric.node),
-                        self._deployment.snic(node),
-                        landing_region(self._fabric.node),
-                        Transfer.PERSIST,
-                    )
-                    local = (Extent(base + skip * size, blocks * size),)
-                    remote = (Extent(lease.offset, blocks * size),)
-                    await self._fabric.write(target, region, Segment(local, remote))
-                    kept = join_ids(ids[skip : skip + blocks])
-                    await self._fabric.call(node, COMMIT, Commit(kept, target.region, lease.offset))
+    async def write(
+        self,
+        engine: str,
+        transfer: Transfer,
+        ends: tuple[Endpoint, Endpoint, str],
+        local: Region,
+        segment: Segment,
+    ) -> None:
+        """One message of ``engine``'s; returns when it is in place."""
+        target = self._target(transfer, *ends)
+        doorbell = self._doorbell(engine, transfer, target)
+        after_s = 0.0 if doorbell is None else doorbell.ring(self._fabric.now(), work_requests(segment))
+        await self._fabric.write(target, local, segment, after_s=after_s)
+
+    def _target(self, transfer: Transfer, src: Endpoint, dst: Endpoint, region: str) -> Target:
+        if self._deployment.system.free and transfer in FREE:
+            return Target(_on(src, "free"), _on(dst, "free"), region, Transfer.FREE)
+        if self._deployment.config.replay.copies == "cuda" and transfer in COPIES:
+            gpu = src.nic.removeprefix("cnic")
+            return Target(_on(src, f"pcie{gpu}"), _on(dst, f"pcie{gpu}"), region, transfer)
+        return Target(src, dst, region, transfer)
+
+    def _doorbell(self, engine: str, transfer: Transfer, target: Target) -> Doorbell | None:
+        if target.transfer is Transfer.FREE:
+            return None
+        return (self._copies if target.src.nic.startswith("pcie") else self._writes)[engine]
+
+
+def _on(endpoint: Endpoint, nic: str) -> Endpoint:
+    return msgspec.structs.replace(endpoint, nic=nic)
+
+
+class _Submitted(WriteStream):
+    """A stream whose segments begin when they have been submitted."""
+
+    def __init__(
+        self, stream: WriteStream, segments: Sequence[Segment], doorbell: Doorbell, fabric: Fabric
+    ) -> None:
+        self._stream = stream
+        self._requests = [work_requests(segment) for segment in segments]
+        self._doorbell = doorbell
+        self._fabric = fabric
+        self._released = 0
+
+    def release(self, upto: int, *, after_s: float = 0.0) -> None:
+        now = self._fabric.now()
+        for index in range(self._released, upto):
+            delay_s = self._doorbell.ring(now, self._requests[index])
+            self._stream.release(index + 1, after_s=max(after_s, delay_s))
+        self._released = max(self._released, upto)
+
+    @property
+    def placed(self) -> int:
+        return self._stream.placed
+
+    async def wait_placed(self, upto: int) -> None:
+        await self._stream.wait_placed(upto)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()

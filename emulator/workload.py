@@ -43,6 +43,7 @@ __all__ = [
     "encode",
     "infinite_cache",
     "open_loop",
+    "request_id",
     "seed_of",
     "workload_stats",
 ]
@@ -183,6 +184,11 @@ class Trajectory(msgspec.Struct, frozen=True):
         if turn == 0 or self.turns[turn - 1].stream != it.stream:
             return it.prompt_tokens
         return max(0, it.prompt_tokens - self.turns[turn - 1].total_tokens)
+
+
+def request_id(trajectory: Trajectory, turn: int) -> str:
+    """The name of a turn as a request: "trajectory:turn"."""
+    return f"{trajectory.id}:{turn}"
 
 
 class Workload(msgspec.Struct, frozen=True):

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import msgspec
-
-from emulator import metrics, verify
-from emulator.client import request_id
+from emulator import verify
 from emulator.config import EngineConfig, ModelConfig, ReplayConfig, RunConfig, ScaleConfig
 from emulator.deployment import Deployment
 from emulator.models.reference import reference_tokens
-from emulator.plan import emulated_rates, run_config
+from emulator.plan import run_config
 from emulator.records import RunRecords
-from emulator.workload import Stream, Trajectory, Turn, Workload, seed_of
+from emulator.report import setup_of
+from emulator.workload import Stream, Trajectory, Turn, Workload, request_id, seed_of
 from topology.spec import ClusterSpec
 
 __all__ = ["broken", "config", "conversation", "expected_tokens"]
@@ -65,17 +62,8 @@ def expected_tokens(config: RunConfig, workload: Workload) -> dict[str, tuple[in
 
 def broken(config: RunConfig, workload: Workload, records: RunRecords) -> list[str]:
     """The invariants that a run in virtual time breaks, as text; none for a good run."""
-    deployment = Deployment(config)
-    scale = msgspec.structs.replace(deployment.scale, dilation=1.0)
-    roles = {member.name: member.role for member in config.members}
-    virtual = msgspec.structs.replace(config, scale=msgspec.structs.replace(config.scale, dilation=1.0))
-    ports = tuple(
-        metrics.Port(node, nic, roles[node], rate)  # type: ignore[arg-type]
-        for (node, nic), rate in emulated_rates(virtual).items()
-        if math.isfinite(rate)
-    )
     evidence = verify.Evidence(
-        setup=metrics.Setup(layout=deployment.layout, scale=scale, ports=ports),
+        setup=setup_of(config, "fluid"),
         records=records,
         expected=expected_tokens(config, workload),
     )

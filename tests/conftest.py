@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import trio
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # A busy machine is slow, not wrong. The same examples on every run: a commit is judged by what it changed, not by
 # luck. To look for more: scripts/test --hypothesis-profile=search
 settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("quick", deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile("same")
 

@@ -65,7 +65,8 @@ def test_a_batch_that_fits_no_longer_is_refused() -> None:
     recorded = _recorded()
     (first, *rest) = (batch for batch in recorded.batches)
     names = tuple(name for batch in (first, *rest) for name in batch.requests)
-    together = msgspec.structs.replace(first, requests=names)
+    shape = tuple(part for batch in (first, *rest) for part in batch.shape)
+    together = msgspec.structs.replace(first, requests=names, shape=shape)
     limit_gb = 900 * 2 * Deployment(config()).shape.kv_bytes / 1e9
     with pytest.raises(ConfigError, match=r"--decisions: batch 0 of pe0/0 has \d+ tokens"):
         _prepare(Decisions(recorded.requests, (together,)), pe_hbm_kv_gb=limit_gb)

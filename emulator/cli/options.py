@@ -12,6 +12,7 @@ import msgspec
 
 from ..config import ReplayConfig, RunConfig
 from ..errors import ConfigError
+from ..systems import SYSTEMS
 
 if TYPE_CHECKING:
     from topology.spec import ClusterSpec
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_SAMPLE",
     "FORMATS",
-    "SYSTEMS",
     "Asked",
     "cluster_options",
     "load_run",
@@ -32,7 +32,6 @@ __all__ = [
     "say_notes",
 ]
 
-SYSTEMS = ("dualpath",)
 DEFAULT_SAMPLE = "agentic"
 FORMATS = "weka, mooncake, mooncake-delta, azure or native"
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -46,6 +45,11 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
     system: tuple[str, ...]
     path: tuple[str, ...]
+    policy: str | None
+    qos: str
+    copies: str
+    ep_over: str
+    de_direct: bool
     trace: str
     trace_format: str | None
     agents: int | None
@@ -65,6 +69,11 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
                 {
                     "system": system,
                     "path": path,
+                    "policy": _policy(self.policy),
+                    "qos": self.qos,
+                    "copies": self.copies,
+                    "ep_over": self.ep_over,
+                    "de_direct": self.de_direct,
                     "agents": self.agents,
                     "aps": self.aps,
                     "think": self.think,
@@ -73,9 +82,27 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
                 },
                 ReplayConfig,
             )
-            for system in self.system or SYSTEMS[:1]
+            for system in self.system or tuple(SYSTEMS)[:1]
             for path in self.path or ("auto",)
         ]
+
+
+def _policy(given: str | None) -> str:
+    """A policy's name, or the absolute path of its file: other processes stand in other directories."""
+    if given is None:
+        return ""
+    if "/" in given or given.endswith(".py"):
+        path = Path(given)
+        if path.suffix != ".py" or not path.is_file():
+            raise ConfigError(
+                f"--policy {given}: no such Python file; expected one that defines make_policy(setup)"
+            )
+        return str(path.absolute())
+    from ..policy import POLICIES
+
+    if given not in POLICIES:
+        raise ConfigError(f"--policy {given}: expected {', '.join(POLICIES)}, or a Python file (my_policy.py)")
+    return given
 
 
 def cluster_options(command: _F) -> _F:
@@ -116,7 +143,35 @@ def replay_options(command: _F) -> _F:
         click.option(
             "--path", type=click.Choice(["pe", "de", "auto"]), multiple=True, help="Which side reads; repeatable."
         ),
-        click.option("--system", type=click.Choice(SYSTEMS), multiple=True, help="Which system; repeatable."),
+        click.option(
+            "--de-direct", is_flag=True, help="Decode KV goes straight into DE HBM, not through the DE buffer."
+        ),
+        click.option(
+            "--ep-over",
+            type=click.Choice(["nvlink", "cnic"]),
+            default="nvlink",
+            show_default=True,
+            help="What carries expert traffic inside a node.",
+        ),
+        click.option(
+            "--copy",
+            "copies",
+            type=click.Choice(["cnic", "cuda"]),
+            default="cnic",
+            show_default=True,
+            help="What copies between DRAM and HBM: the paired CNIC, or CUDA over a PCIe link without priorities.",
+        ),
+        click.option(
+            "--qos",
+            type=click.Choice(["lanes", "off", "software"]),
+            default="lanes",
+            show_default=True,
+            help="What keeps KV traffic out of the way of collectives.",
+        ),
+        click.option("--policy", help="A policy by name, or a Python file with one [default: the system's]."),
+        click.option(
+            "--system", type=click.Choice(tuple(SYSTEMS)), multiple=True, help="Which system; repeatable."
+        ),
     ):
         command = option(command)
     return command

@@ -10,7 +10,7 @@ from emulator.extent import gather, scatter
 from emulator.fabric.interface import Segment
 from emulator.kvcache import Layout
 from emulator.pool import PagePool
-from emulator.traffic import load_segments, miss_segments, page_segment, pages_segment
+from emulator.segments import load_segments, miss_segments, page_segment, pages_segment
 
 LAYOUTS = st.builds(Layout, st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))
 Memory = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -37,7 +37,7 @@ def test_a_load_brings_each_layer_of_the_hit(layout: Layout, tokens: int, base: 
     buffer = np.concatenate([np.zeros(base, np.uint8), full])
     slots = (3, 3 + tokens * layout.kv_bytes)
     hbm = np.zeros(slots[1] + tokens * layout.kv_bytes, np.uint8)
-    for layer, segment in enumerate(load_segments(layout, base, tokens, slots)):
+    for layer, segment in enumerate(load_segments(layout, base, 0, 0, tokens, slots)):
         _move(segment, buffer, hbm)
         at = slots[layer % 2]
         assert np.array_equal(hbm[at : at + tokens * layout.kv_bytes], kv[layer].reshape(-1))
