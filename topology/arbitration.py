@@ -169,7 +169,9 @@ def transmit(tables: VlArbitration, queues: Mapping[int, Iterable[Packet]]) -> I
                 heads[vl] = head
         if not heads:
             return
-        now = max(now, min(head.arrival for head in heads.values()))
+        first = min(head.arrival for head in heads.values())
+        if first > now:
+            now, by_high = first, 0
         waiting = {vl for vl, head in heads.items() if head.arrival <= now}
         expired = limit is not None and by_high >= max(limit, 1)
         order: tuple[Table, Table] = ("low", "high") if expired else ("high", "low")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import subprocess
 import sys
@@ -15,9 +16,10 @@ import pytest
 
 from tests.within import assert_within
 from topology import netns, rtnl, tc
+from topology.arbitration import TrafficClasses, VlArbitration, infiniband_shares, roce_shares
 from topology.counters import PortCounters
 from topology.errors import TopologyError
-from topology.lanes import DSCP_OF_LANE, KV_LANE, MODEL_LANE, Match
+from topology.lanes import DSCP_OF_LANE, KV_LANE, MODEL_LANE, LaneShares, Match
 from topology.namespaces import inside, new_netns
 from topology.netlink import CHANGE, NetlinkError, Request, RouteSocket, message
 from topology.netns import Network, realise
@@ -67,6 +69,31 @@ class Cluster:
             receiver, _ = listener.accept()
         receiver.settimeout(5)
         return sender, receiver
+
+    def saturate(
+        self, dst: tuple[str, str, str], sources: dict[tuple[str, str, str], int], seconds: float
+    ) -> None:
+        """For so long send all that goes from each source to ``dst``, on the source's lane."""
+        pairs = [self.pair(src, dst, lane) for src, lane in sources.items()]
+        chunk, until = bytes(1 << 16), time.monotonic() + seconds
+        try:
+            with selectors.DefaultSelector() as selector:
+                for sender, receiver in pairs:
+                    sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+                    for end, event in ((sender, selectors.EVENT_WRITE), (receiver, selectors.EVENT_READ)):
+                        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 17)
+                        end.setblocking(False)
+                        selector.register(end, event)
+                while (left := until - time.monotonic()) > 0:
+                    for key, event in selector.select(left):
+                        assert isinstance(key.fileobj, socket.socket)
+                        if event & selectors.EVENT_READ:
+                            key.fileobj.recv(len(chunk))
+                        else:
+                            key.fileobj.send(chunk)
+        finally:
+            for end in (end for pair in pairs for end in pair):
+                end.close()
 
     def address(self, end: tuple[str, str, str]) -> str:
         node, nic, side = end
@@ -361,6 +388,30 @@ def test_rates_reach_the_kernel_exactly(cluster: Cluster, rate: float) -> None:
     cluster.realise()
     kv = cnic0_class(cluster)
     assert kv.ceil == round(rate * 1514 / 1448)
+
+
+@pytest.mark.parametrize(
+    "lanes",
+    [infiniband_shares(VlArbitration(qos_high_limit=9)), roce_shares(TrafficClasses(60, 30, 10))],
+    ids=["infiniband", "roce"],
+)
+def test_a_compiled_profile_is_what_the_kernel_does(lanes: LaneShares) -> None:
+    """Realised it reads back equal, and two lanes that meet share the port as HTB's rule says.
+
+    KV's part is 1.4 % in the one profile, a third in the other; control, the third lane, is idle.
+    """
+    cluster = Cluster(msgspec.structs.replace(SPEC, lanes=lanes))
+    try:
+        network = cluster.realise()
+        kv = cnic0_class(cluster)
+        assert (kv.prio, kv.quantum) == (lanes.kv_borrowing.prio, lanes.kv_borrowing.quantum_bytes)
+        sources = {("pe0", "cnic0", "host"): MODEL_LANE, ("pe0", "cnic1", "host"): KV_LANE}
+        added = moved(network, lambda: cluster.saturate(("de0", "cnic0", "host"), sources, 2.0))
+        sent = {lane: added["de0", "cnic0", "write", lane] for lane in ("high", "kv")}
+        for lane, share in lanes.among(("high", "kv")).items():
+            assert_within(sent[lane] / sum(sent.values()), share, rel=0.05, what=lane)
+    finally:
+        cluster.close()
 
 
 def test_a_batch_names_the_message_that_failed() -> None:
