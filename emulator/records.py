@@ -60,7 +60,8 @@ class PortBytes(msgspec.Struct, frozen=True):
 class ExchangeRecord(msgspec.Struct, frozen=True):
     """Exchanges of one ring on one lane, all of one size: the largest payload of this node's ports.
 
-    ``total_s`` and ``max_s`` are of the times from an exchange's ideal start to its end.
+    ``total_s`` and ``max_s`` are of the times from an exchange's ideal start to its ideal end; ``late_s`` is the
+    longest by which this node's bytes left behind the ideal start.
     """
 
     ring: str
@@ -69,6 +70,7 @@ class ExchangeRecord(msgspec.Struct, frozen=True):
     count: int
     total_s: float
     max_s: float
+    late_s: float = 0.0
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from ..errors import ProtocolViolation
 from .counter import Lost
 from .interface import MAX_PAYLOAD_BYTES, Endpoint, Exchanged, Ring
 
-__all__ = ["Entry", "Exchange", "Hop", "hops_of", "largest"]
+__all__ = ["Entry", "Exchange", "Hop", "check_member", "hops_of", "largest"]
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -36,10 +36,15 @@ class Hop(msgspec.Struct, frozen=True):
     size_bytes: int
 
 
-def hops_of(ring: Ring, node: str, payload: Mapping[Endpoint, int]) -> tuple[Hop, ...]:
-    """What ``node`` sends. ValueError where it is no member, or ``payload`` is not of its ports in ``ring``."""
+def check_member(ring: Ring, node: str) -> None:
+    """ValueError where ``node`` is no member of ``ring``."""
     if node not in ring.nodes:
         raise ValueError(f"{node} is no member of ring {ring.name}")
+
+
+def hops_of(ring: Ring, node: str, payload: Mapping[Endpoint, int]) -> tuple[Hop, ...]:
+    """What ``node`` sends. ValueError where it is no member, or ``payload`` is not of its ports in ``ring``."""
+    check_member(ring, node)
     successors = {src: dst for src, dst in ring.hops if src.node == node}
     for src, size in payload.items():
         if src not in successors:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from .collective import Entry, Exchange, Hop, hops_of, largest
+from .collective import Entry, Exchange, Hop, check_member, hops_of, largest
 from .counter import Counter, Lost
 from .flow import Engine
 from .interface import Endpoint, Ring, VirtualLane
@@ -75,7 +75,11 @@ class FluidRings:
             self._engine.after(self._latency_s, lambda _: known.announced.bump())
         known.entered[node] = index + 1
         exchange.hops[node], exchange.lanes[node] = hops, lane
-        if exchange.enter(node, Entry(ready_s, amount, self._engine.now)):
+        if not exchange.enter(node, Entry(ready_s, amount, self._engine.now)):
+            return exchange
+        if len(ring.nodes) == 1 and not hops:
+            self._settle(known, index, ready_s)
+        else:
             at_s = max(self._engine.now, exchange.begins_s(self._latency_s))
             exchange.late_s = at_s - exchange.started_s
             self._engine.at(at_s, partial(self._begin, known), index)
@@ -83,6 +87,7 @@ class FluidRings:
 
     async def wait_entered(self, node: str, ring: Ring) -> None:
         """Return once another member has entered an exchange that ``node`` has not."""
+        check_member(ring, node)
         known = self._known(ring)
         while True:
             wanted = known.entered[node] + 1
@@ -130,13 +135,14 @@ class FluidRings:
         if exchange is None:
             return
         exchange.outstanding -= 1
-        if exchange.outstanding:
-            return
-        del known.open[index]
-        over_s = self._engine.now - exchange.late_s
+        if not exchange.outstanding:
+            self._settle(known, index, self._engine.now - exchange.late_s)
+
+    def _settle(self, known: _Ring, index: int, over_s: float) -> None:
+        exchange = known.open.pop(index)
         for node in known.ring.nodes:
             exchange.finish(node, over_s)
         for node in known.ring.nodes:
             size = largest(exchange.hops[node])
             took_s = over_s - exchange.started_s
-            self._books[node].count_exchange(known.ring.name, exchange.lanes[node], size, took_s)
+            self._books[node].count_exchange(known.ring.name, exchange.lanes[node], size, took_s, exchange.late_s)

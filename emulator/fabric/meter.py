@@ -85,7 +85,7 @@ class Books:
         self._ports: dict[tuple[str, Direction, VirtualLane], PortMeter] = {}
         self._sent: dict[tuple[Transfer, str, str], list[int]] = {}
         self._received: dict[tuple[Transfer, str, str], list[int]] = {}
-        self._exchanges: dict[tuple[str, VirtualLane, int], tuple[int, float, float]] = {}
+        self._exchanges: dict[tuple[str, VirtualLane, int], tuple[int, float, float, float]] = {}
 
     def port(self, nic: str, direction: Direction, lane: VirtualLane) -> PortMeter:
         """The meter of one direction and lane, made on first use. A free path has no port: nobody reads its."""
@@ -109,11 +109,13 @@ class Books:
         row[0] += payload_bytes
         row[1] += 1
 
-    def count_exchange(self, ring: str, lane: VirtualLane, payload_bytes: int, took_s: float) -> None:
+    def count_exchange(
+        self, ring: str, lane: VirtualLane, payload_bytes: int, took_s: float, late_s: float
+    ) -> None:
         """An exchange of ``ring`` is over, in which no port of this node sent more than ``payload_bytes``."""
         key = (ring, lane, payload_bytes)
-        count, total_s, max_s = self._exchanges.get(key, (0, 0.0, 0.0))
-        self._exchanges[key] = (count + 1, total_s + took_s, max(max_s, took_s))
+        count, total_s, max_s, latest_s = self._exchanges.get(key, (0, 0.0, 0.0, 0.0))
+        self._exchanges[key] = (count + 1, total_s + took_s, max(max_s, took_s), max(latest_s, late_s))
 
     def exchanges(self) -> tuple[ExchangeRecord, ...]:
         """Sorted by ring, lane, size."""

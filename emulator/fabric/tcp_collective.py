@@ -23,7 +23,7 @@ import trio
 
 from ..errors import EmulatorError, ProtocolViolation, error_from_code
 from ..extent import Extent
-from .collective import Entry, Exchange, Hop, hops_of, largest
+from .collective import Entry, Exchange, Hop, check_member, hops_of, largest
 from .counter import Counter, Lost
 from .interface import Endpoint, Exchanged, Ring, Segment, Target, Transfer, VirtualLane
 from .meter import Books
@@ -75,6 +75,7 @@ class _Open(Exchange):
 
     hops: tuple[Hop, ...] = ()
     lane = VirtualLane.MODEL
+    late_s = 0.0
 
 
 OpenStream = Callable[[Target, Segment], PostedStream]
@@ -154,8 +155,7 @@ class TcpRings:
     def _seat(self, ring: Ring) -> _Seat:
         seat = self._seats.get(ring.name)
         if seat is None:
-            if self._node not in ring.nodes:
-                raise ValueError(f"{self._node} is no member of ring {ring.name}")
+            check_member(ring, self._node)
             seat = self._seats[ring.name] = _Seat(ring, self._node)
             # A member that never says anything is noticed by the end of its connection.
             for other in seat.others:
@@ -187,6 +187,7 @@ class TcpRings:
             try:
                 await exchange.wait_complete()
                 await self._sleep_until(exchange.begins_s(self._latency_s))
+                exchange.late_s = self._now() - exchange.started_s
                 over_s = exchange.started_s + await self._send(streams)
             finally:
                 for stream in streams:
@@ -239,7 +240,8 @@ class TcpRings:
             seat.over = max(seat.over, index + 1)
             result = exchange.exchanged()
             took_s = result.over_s - result.started_s
-            self._books.count_exchange(seat.ring.name, exchange.lane, largest(exchange.hops), took_s)
+            size = largest(exchange.hops)
+            self._books.count_exchange(seat.ring.name, exchange.lane, size, took_s, exchange.late_s)
 
     def _lose_seat(self, seat: _Seat, error: EmulatorError) -> None:
         if seat.lost is not None:

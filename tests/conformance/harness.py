@@ -35,7 +35,8 @@ from emulator.fabric.interface import (
 )
 from emulator.fabric.tcp import Addresses, TcpFabric, open_tcp_fabric
 from emulator.fabric.wallclock import WallClock
-from topology.lanes import DSCP_OF_LANE
+from topology.counters import Direction
+from topology.lanes import DSCP_OF_LANE, LaneName
 from topology.namespaces import inside, new_netns
 from topology.netns import realise
 from topology.spec import AddressPlan, ClusterSpec
@@ -57,6 +58,7 @@ __all__ = [
 ]
 
 Kind = Literal["fluid", "tcp", "shaped"]
+LaneMap = Mapping[VirtualLane, VirtualLane]
 
 ANY = pytest.mark.parametrize("kind", ["fluid", "tcp"])
 """For laws that say nothing of rates."""
@@ -74,7 +76,10 @@ SHAPED_ATTEMPTS = 4
 
 
 class Bed(msgspec.Struct, frozen=True):
-    """What a law gets. ``tolerance``: how far a rate may be off, relative; ``jitter_s``: how far a moment."""
+    """What a law gets. ``tolerance``: how far a rate may be off, relative; ``jitter_s``: how far a moment.
+
+    ``kernel_bytes`` of a (lane class's name, node, direction): what the kernel counted, None where it does not.
+    """
 
     kind: Kind
     fabrics: Mapping[str, Fabric]
@@ -82,6 +87,7 @@ class Bed(msgspec.Struct, frozen=True):
     kill: Callable[[str], None]
     tolerance: float
     jitter_s: float
+    kernel_bytes: Callable[[LaneName, str, Direction], int] | None = None
 
     def now(self) -> float:
         return self.fabrics["pe0"].now()
@@ -109,7 +115,11 @@ def data(
 
 
 def run_law(
-    kind: Kind, law: Callable[[Bed], Awaitable[None]], *, built_rates: Mapping[str, float] | None = None
+    kind: Kind,
+    law: Callable[[Bed], Awaitable[None]],
+    *,
+    built_rates: Mapping[str, float] | None = None,
+    lane_map: LaneMap | None = None,
 ) -> None:
     """Run ``law`` on a bed. ``built_rates`` makes a mutant: what nodes' ports really get (fluid only).
 
@@ -117,14 +127,14 @@ def run_law(
     can disturb a measurement, but does not mend a wrong network.
     """
     if kind == "fluid":
-        run_virtual(_judge, _open_fluid(built_rates or {}), law)
+        run_virtual(_judge, _open_fluid(built_rates or {}, lane_map or {}), law)
     elif kind == "tcp":
-        trio.run(_judge, _open_tcp(), law)
+        trio.run(_judge, _open_tcp(lane_map or {}), law)
     else:
         for attempt in range(1, SHAPED_ATTEMPTS + 1):
             try:
                 with _Namespaces() as namespaces:
-                    trio.run(_judge, _open_tcp(namespaces), law)
+                    trio.run(_judge, _open_tcp(lane_map or {}, namespaces), law)
                 return
             except AssertionError:
                 if attempt == SHAPED_ATTEMPTS:
@@ -153,16 +163,16 @@ def _registered(fabrics: Mapping[str, Fabric]) -> dict[str, Region]:
 
 
 @asynccontextmanager
-async def _open_fluid(built_rates: Mapping[str, float]) -> AsyncIterator[Bed]:
+async def _open_fluid(built_rates: Mapping[str, float], lane_map: LaneMap) -> AsyncIterator[Bed]:
     ports = {(node, NIC): built_rates.get(node, RATE) for node in NODES}
-    network = FluidNetwork(ports, nodes=NODES, rpc_latency_s=RPC_LATENCY_S)
+    network = FluidNetwork(ports, nodes=NODES, rpc_latency_s=RPC_LATENCY_S, lane_map=lane_map)
     async with open_fluid(network):
         fabrics = {node: network.fabric(node) for node in NODES}
         yield Bed("fluid", fabrics, _registered(fabrics), network.kill, tolerance=1e-6, jitter_s=1e-9)
 
 
 @asynccontextmanager
-async def _open_tcp(namespaces: _Namespaces | None = None) -> AsyncIterator[Bed]:
+async def _open_tcp(lane_map: LaneMap, namespaces: _Namespaces | None = None) -> AsyncIterator[Bed]:
     """Each node's fabric lives in a task of its own, so that it can die alone."""
     clock = WallClock(time.monotonic())
     addresses = _loopback_addresses() if namespaces is None else namespaces.addresses
@@ -174,7 +184,13 @@ async def _open_tcp(namespaces: _Namespaces | None = None) -> AsyncIterator[Bed]
         rates = {} if namespaces is None else {NIC: RATE}
         with trio.CancelScope() as scopes[node]:
             async with open_tcp_fabric(
-                node, addresses, clock, RPC_LATENCY_S, rates=rates, make_socket=make_socket
+                node,
+                addresses,
+                clock,
+                RPC_LATENCY_S,
+                rates=rates,
+                lane_map=lane_map,
+                make_socket=make_socket,
             ) as fabrics[node]:
                 task_status.started()
                 await trio.sleep_forever()
@@ -189,6 +205,7 @@ async def _open_tcp(namespaces: _Namespaces | None = None) -> AsyncIterator[Bed]
             lambda node: scopes[node].cancel(),
             tolerance=0.05,
             jitter_s=0.1 if namespaces is None else 0.015,
+            kernel_bytes=None if namespaces is None else namespaces.kernel_bytes,
         )
         nursery.cancel_scope.cancel()
 
@@ -226,7 +243,8 @@ class _Namespaces(ExitStack):
                 self._fds[node.name] = fd = new_netns()
                 undo.callback(os.close, fd)
             rates = {(port.node, port.nic.name): RATE for port in spec.ports()}
-            undo.callback(realise(spec, plan, rates, self._fds).close)
+            self._network = realise(spec, plan, rates, self._fds)
+            undo.callback(self._network.close)
             self.push(undo.pop_all())
         self.addresses = Addresses(
             endpoints={Endpoint(n, NIC, side): plan.address(n, NIC, side) for n in NODES for side in _SIDES},
@@ -235,6 +253,11 @@ class _Namespaces(ExitStack):
             rpc_port=7002,
             tos=_TOS,
         )
+
+    def kernel_bytes(self, lane: LaneName, node: str, direction: Direction) -> int:
+        """Link-layer bytes that the kernel sent on a lane of a node's port so far."""
+        (port,) = (p for p in self._network.counters() if (p.node, p.nic, p.direction) == (node, NIC, direction))
+        return port.lane(lane).sent_bytes
 
     def socket_maker(self, node: str) -> Callable[[int, int], socket.socket]:
         """Makes sockets in the node's namespace, where they stay."""
