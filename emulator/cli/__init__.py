@@ -45,6 +45,7 @@ _COMMANDS: dict[str, _Lazy] = {
     "sim": _Lazy("serve", "sim", "The same in virtual time, without root."),
     "trace": _Lazy("trace", "trace", "Make, measure and convert traces."),
     "analyze": _Lazy("analyze", "analyze", "What a cluster can carry, and what a trace asks of it."),
+    "profile": _Lazy("profile", "profile", "What a scheduler is told in advance: alpha, beta, the attention fit."),
     "verify": _Lazy("serve", "verify", "Check every invariant on a finished run."),
 }
 
