@@ -205,13 +205,14 @@ class CostModel:
         return self._linear_s(tokens) / shape.layers + shape.prefill_layer_overhead_us * 1e-6
 
     def prefill_layer_s(self, batch: Batch) -> float:
-        """Seconds of one layer of a prefill forward over ``batch``; 0 for an empty one.
+        """Seconds of one layer of a prefill forward over ``batch``; 0 where nothing is new.
 
         With a table, a request alone costs what was measured. ConfigError outside of it.
         """
-        if not batch:
+        new = sum(n for _, n in batch)
+        if new == 0:
             return 0.0
-        return self.attention_layer_s(batch) + self.rest_layer_s(sum(new for _, new in batch))
+        return self.attention_layer_s(batch) + self.rest_layer_s(new)
 
     def decode_attention_s(self, contexts: Sequence[int]) -> float:
         """Seconds of attention in all layers of a decode step, one token for each of ``contexts``."""

@@ -69,8 +69,9 @@ def test_more_work_never_takes_less_time(model: str, batch: list[tuple[int, int]
 
 
 def test_nothing_costs_nothing() -> None:
-    """An empty batch takes no time, in prefill and in decode."""
+    """An empty batch takes no time, in prefill and in decode; nor does a prompt of which nothing is new."""
     cost = CostModel(load_shape("ds660b"))
+    assert cost.prefill_layer_s([(640, 0)]) == 0
     assert cost.prefill_layer_s([]) == cost.attention_s([]) == cost.decode_step_s([]) == 0
     assert cost.attention_layer_s([]) == cost.decode_attention_s([]) == 0
 
