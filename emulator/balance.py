@@ -24,7 +24,7 @@ BALANCE_WINDOWS = 20
 """A run shorter than 20 such windows is cut into 20, so that the balance is not that of two or three sums."""
 
 HIGH_LOAD = 0.5
-"""Load is high in a window whose bytes over all storage NICs are at least this part of the fullest window's."""
+"""Load is high in a window, or step, whose sum over all members is at least this part of the fullest one's."""
 
 
 class Balance(msgspec.Struct, frozen=True):
@@ -99,15 +99,17 @@ def group_steps(
 def attention_balance(records: RunRecords, setup: Setup) -> AttentionBalance | None:
     """Max/Avg of the attention times of one group step, over the engines of the group (the paper's figure 14).
 
-    Load is high in a step in which every engine of the group has a batch: where one has none there was not
-    enough work to be balanced. None without such a step, or without groups.
+    Load is high in a step whose attention over all engines is at least ``HIGH_LOAD`` of the fullest step's and in
+    which every engine of the group has a batch: where one has none there was not enough work to be balanced.
+    None without such a step, or without groups.
     """
     high, total = [], 0
     for group, steps in group_steps(records, setup.groups):
         total += len(steps)
+        fullest_s = max((math.fsum(b.attention_s for b in batches) for batches in steps.values()), default=0.0)
         for batches in steps.values():
             attention = [b.attention_s for b in batches]
-            if {b.engine for b in batches} == set(group) and math.fsum(attention) > 0:
+            if {b.engine for b in batches} == set(group) and math.fsum(attention) >= HIGH_LOAD * fullest_s > 0:
                 high.append(_max_over_avg(attention))
     figures = summarise(high)
     return None if figures is None else AttentionBalance(figures.mean, figures.p95, figures.count, total)

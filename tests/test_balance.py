@@ -62,12 +62,13 @@ def batch(engine: str, step: int, attention_s: float, predicted_s: float = 0.0) 
 
 
 def test_attention_is_compared_inside_a_step_of_high_load() -> None:
-    """Max/Avg of each step in which every engine of the group has a batch; the others are counted and left out."""
+    """Steps in which every engine has a batch, and no small one; the others are counted and left out."""
     batches = (batch("pe0/0", 0, 1.0), batch("pe0/1", 0, 3.0), batch("pe0/0", 1, 2.0), batch("pe0/1", 1, 2.0))
     idle = (batch("pe0/0", 2, 5.0),)
-    records = run(nodes=(NodeRecord(node="pe0", batches=(*batches, *idle)),))
+    light = (batch("pe0/0", 3, 0.4), batch("pe0/1", 3, 2.0))
+    records = run(nodes=(NodeRecord(node="pe0", batches=(*batches, *idle, *light)),))
     figure = attention_balance(records, setup(groups=PAIR))
-    assert figure == AttentionBalance(max_over_avg=1.25, p95=1.0 + 0.95 * 0.5, steps=2, of=3)
+    assert figure == AttentionBalance(max_over_avg=1.25, p95=1.0 + 0.95 * 0.5, steps=2, of=4)
     assert attention_balance(records, setup()) is None
     assert attention_balance(run(nodes=(NodeRecord(node="pe0", batches=idle),)), setup(groups=PAIR)) is None
 
@@ -96,7 +97,7 @@ def test_attention_balance_lies_between_one_and_the_size_of_the_group(steps: lis
     )
     figure = attention_balance(run(nodes=nodes), setup(groups=(group,)))
     assert figure is not None
-    assert figure.steps == figure.of == len(steps)
+    assert 1 <= figure.steps <= figure.of == len(steps)
     assert 1.0 - 1e-9 <= figure.max_over_avg <= 3.0 + 1e-9
 
 
