@@ -52,6 +52,7 @@ class Role:
             sent=self._fabric.sent(),
             received=self._fabric.received(),
             ports=self._fabric.ports(),
+            exchanges=self._fabric.exchanges(),
             pools=tuple(part.pools()) if isinstance(part, PrefillNode | DecodeNode | StorageNode) else (),
             batches=tuple(part.batches()) if isinstance(part, PrefillNode) else (),
             decisions=part.decisions() if isinstance(part, Scheduler) else (),
