@@ -6,7 +6,9 @@ Roles decide when; here is decided which storage node is asked for what, in how 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
 
 import trio
 
@@ -17,12 +19,13 @@ from .extent import Extent
 from .fabric.interface import Fabric, Region, Segment, Target, Transfer
 from .kvcache import BlockId
 from .leases import LeaseQueue
-from .messages import COMMIT, READ, Commit, Read
+from .messages import COMMIT, READ, Commit, Pooled, Read
 from .pool import BufferPool, PagePool, Run
 
 __all__ = [
     "LANDING_BLOCKS",
     "READS_IN_FLIGHT",
+    "Reader",
     "StorageReader",
     "StorageWriter",
     "landing_region",
@@ -40,7 +43,20 @@ def landing_region(de_node: str) -> str:
     return f"landing/{de_node}"
 
 
-class StorageReader:
+class Reader(Protocol):
+    """What brings a hit into a node's DRAM buffer."""
+
+    async def read(
+        self, ids: Sequence[BlockId], first: int, region: str, base: int, transfer: Transfer, *, sequence: int
+    ) -> Pooled:
+        """Put blocks ``ids`` end to end into ``region`` from byte ``base``; the first is ``first`` of its chain.
+
+        Says what of it came from a DRAM pool. Raises what failed first, once nobody writes into ``region`` any
+        more: the caller may then give the memory to somebody else.
+        """
+
+
+class StorageReader(Reader):
     """A node's read queue: Full Blocks from all storage nodes into a DRAM buffer, in few large messages (1-2).
 
     Requests are read in the scheduler's sequence, ``READS_IN_FLIGHT`` of them at a time; within one request all
@@ -55,25 +71,37 @@ class StorageReader:
 
     async def read(
         self, ids: Sequence[BlockId], first: int, region: str, base: int, transfer: Transfer, *, sequence: int
-    ) -> None:
-        """Put blocks ``ids`` end to end into ``region`` from byte ``base``; the first is ``first`` of its chain.
+    ) -> Pooled:
+        async with self.turn(sequence):
+            await self.fetch(ids, first, region, base, transfer, [(0, len(ids))])
+        return Pooled()
 
-        Raises what the first failing storage node answered, once none of them writes into ``region`` any more:
-        the caller may then give the memory to somebody else.
-        """
+    @asynccontextmanager
+    async def turn(self, sequence: int) -> AsyncIterator[None]:
+        """One of the node's places for requests that read, for the length of a block."""
         async with self._slots.hold(1, sequence):
-            await self._read(ids, first, region, base, transfer)
+            yield
 
-    async def _read(self, ids: Sequence[BlockId], begin: int, region: str, base: int, transfer: Transfer) -> None:
+    async def fetch(
+        self,
+        ids: Sequence[BlockId],
+        begin: int,
+        region: str,
+        base: int,
+        transfer: Transfer,
+        parts: Sequence[Run],
+    ) -> None:
+        """Like ``read``, in a turn of the caller's, of ``ids`` only the ``parts`` (first, count)."""
         size = self._deployment.layout.full_block_bytes
         message = self._deployment.config.engine.read_message_blocks
         destination = self._deployment.reader_endpoint(self._fabric.node)
         runs: dict[str, list[Run]] = defaultdict(list)
         if destination.nic == "free":
             transfer = Transfer.FREE
-        for node, stripe, count in self._deployment.stripes(begin, len(ids)):
-            first = stripe - begin
-            runs[node] += [(at, min(message, first + count - at)) for at in range(first, first + count, message)]
+        for part, length in parts:
+            for node, stripe, count in self._deployment.stripes(begin + part, length):
+                first, end = stripe - begin, stripe - begin + count
+                runs[node] += [(at, min(message, end - at)) for at in range(first, end, message)]
         failures: list[EmulatorError] = []
         async with trio.open_nursery() as nursery:
             for node in sorted(runs):

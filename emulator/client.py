@@ -175,6 +175,8 @@ class Client:
             prompt_tokens=turn.prompt_tokens,
             hit_tokens=hit_tokens,
             de_hit_tokens=self._deployment.hit_tokens(decision.de_blocks),
+            pool_tokens=self._deployment.hit_tokens(served.pooled.blocks),
+            pool_local_tokens=self._deployment.hit_tokens(served.pooled.local),
             output_tokens=turn.output_tokens,
             persisted_tokens=settled.persisted_tokens,
             arrived_s=arrived_s,

@@ -37,9 +37,10 @@ BackendName = Literal["digest", "toy"]
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes and limits of an engine and its node, in model units.
 
-    Buffers: paper section 2 (80 GB a node for the DS models). ``de_hbm_kv_gb``: what 80 GB of HBM leave beside
-    the weights under EP over 16-32 GPUs (660 GB / 16 = 41 GB) and activations. ``pe_hbm_kv_gb``: 150 K tokens
-    of DS 660B (the study of the paper's numbers). ``rpc_latency_s`` is one way.
+    Buffers: paper section 2 (80 GB a node for the DS models). ``pool_gb``: what a PE or DE node gives to the DRAM
+    pool of a system that has one (1.5 TB a node in the paper's SGL(MC)). ``de_hbm_kv_gb``: what 80 GB of HBM
+    leave beside the weights under EP over 16-32 GPUs (660 GB / 16 = 41 GB) and activations. ``pe_hbm_kv_gb``:
+    150 K tokens of DS 660B (the study of the paper's numbers). ``rpc_latency_s`` is one way.
 
     Scheduling (paper, section 3): ``alpha_s`` and ``beta_s`` are what a node reads and a GPU processes in that
     time, in tokens by `emulate profile`; ``z`` bounds a DE's load over the mean; a group's leader fetches work at
@@ -52,6 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     pe_buffer_gb: float = 80.0
     de_buffer_gb: float = 80.0
+    pool_gb: float = 1500.0
     pe_hbm_kv_gb: float = 6.4
     de_hbm_kv_gb: float = 30.0
     quota_s: float = 0.300
@@ -75,7 +77,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         for name in (
-            *("pe_buffer_gb", "de_buffer_gb", "pe_hbm_kv_gb", "de_hbm_kv_gb", "quota_s"),
+            *("pe_buffer_gb", "de_buffer_gb", "pool_gb", "pe_hbm_kv_gb", "de_hbm_kv_gb", "quota_s"),
             *("alpha_s", "beta_s", "z", "dram_gbps", "pcie_gbps"),
         ):
             value = getattr(self, name)

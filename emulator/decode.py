@@ -12,10 +12,11 @@ from collections.abc import Iterator
 
 import trio
 
-from .blockio import StorageReader, StorageWriter
+from .blockio import Reader, StorageReader, StorageWriter
 from .decode_engine import DecodeEngine, DecodeRequest, DecodeSequence
 from .decode_steps import DecodeGroup
 from .deployment import Deployment, engine_gpu, engine_node, join_ids
+from .drampool import DramPool, PoolReader, PoolWriter
 from .errors import ProtocolViolation
 from .fabric.interface import Fabric, Transfer
 from .leader import Leader
@@ -30,6 +31,7 @@ from .messages import (
     Ack,
     Committed,
     Load,
+    Pooled,
     Prefill,
     Serve,
     Served,
@@ -39,7 +41,16 @@ from .messages import (
 from .models.backend import Backend
 from .pool import BufferPool, Lease
 from .records import PoolRecord
-from .segments import hbm_region, load_segments, load_tag, miss_tag, page_segment, pages_segment
+from .segments import (
+    buffer_rows,
+    hbm_region,
+    load_segments,
+    load_tag,
+    miss_tag,
+    page_rows,
+    page_segment,
+    pages_segment,
+)
 from .traffic import Traffic
 
 __all__ = ["DecodeNode"]
@@ -63,8 +74,12 @@ class DecodeNode:
         self._staging = fabric.register("staging", STAGING_BLOCKS * size)
         self._staging_pool = BufferPool(f"{fabric.node}.staging", self._staging.size_bytes)
         self._staging_space = LeaseQueue(self._staging_pool)
-        self._reader = StorageReader(deployment, fabric)
+        self._reader: Reader = StorageReader(deployment, fabric)
         self._writer = StorageWriter(deployment, fabric)
+        if deployment.system.pool:
+            pool = DramPool(deployment, fabric)
+            self._reader = PoolReader(deployment, fabric, pool, self._region)
+            self._writer = PoolWriter(deployment, fabric, pool)
         self._leader = Leader(deployment, fabric)
         self._traffic = Traffic(deployment, fabric)
         self._requests: dict[str, DecodeRequest] = {}
@@ -97,19 +112,21 @@ class DecodeNode:
             raise ProtocolViolation(f"{self._fabric.node}: request {decision.request} is being served already")
         request = DecodeRequest(message, self._deployment, self._engines[decision.de])
         self._requests[request.id] = request
-        layout, order = self._deployment.layout, message.assignment.sequence
-        size = layout.blocks(message.prompt_tokens) * layout.full_block_bytes
-        buffer = await self._buffer.reserve(size, order)
+        order = message.assignment.sequence
+        if self._deployment.config.replay.de_direct:
+            request.pages = await self._reserve_pages(request)
+        buffer = await self._buffer.reserve(self._buffer_bytes(request), order)
         request.buffer_base = buffer.offset
         allocated_s = self._fabric.now()
         marks = self._fabric.marks(miss_tag(request.id))
-        read_s = await self._read(request, order)
+        pooled, read_s = await self._read(request, order)
         prefill = Prefill(
             message.assignment,
             message.prompt_tokens,
             message.append,
             join_ids(request.pe_ids),
             request.buffer_base,
+            () if request.pages is None else request.pages.runs,
         )
         prefilled = await self._fabric.call(engine_node(decision.pe), PREFILL, prefill)
         if not request.de_blocks:
@@ -119,10 +136,17 @@ class DecodeNode:
             read_s = max(read_s, prefilled.read_s)
         await marks.wait(prefilled.messages)
         marks.forget()
-        self._tasks.start_soon(self._persist, request, buffer)
-        await self._to_hbm(request)
+        if request.pages is None:
+            self._tasks.start_soon(self._persist, request, buffer)
+            request.pages = await self._reserve_pages(request)
+            await self._to_hbm(request, request.prompt_tokens)
+            request.prompt_in_hbm(self._deployment.layout.full_blocks(request.prompt_tokens))
+        else:
+            await self._to_hbm(request, self._deployment.hit_tokens(request.de_blocks))
+            self._buffer.release(buffer)
+            request.prompt_in_hbm(request.hit_blocks)
+            self._tasks.start_soon(self._persist_from_hbm, request, request.hit_blocks)
         transferred_s = self._fabric.now()
-        request.in_hbm.set()
         decoder = await request.engine.open_decoder(request)
         sequence = DecodeSequence(request, decoder, prefilled.token, self._fabric.now())
         await self._groups[decision.de].decode(request.engine, sequence)
@@ -138,16 +162,18 @@ class DecodeNode:
             last_token_s=sequence.last_token_s,
             token_gaps=tuple(sequence.gaps),
             model_tokens=tuple(sequence.predicted),
+            pooled=pooled + prefilled.pooled,
         )
 
-    async def _read(self, request: DecodeRequest, order: int) -> float:
-        """Read what of the hit is this side's; when it is in the buffer."""
+    async def _read(self, request: DecodeRequest, order: int) -> tuple[Pooled, float]:
+        """Read what of the hit is this side's; what of it a pool gave, and when it is in the buffer."""
+        pooled = Pooled()
         if request.de_blocks:
-            await self._reader.read(
+            pooled = await self._reader.read(
                 request.de_ids, 0, DE_BUFFER, request.buffer_base, Transfer.DE_READ, sequence=order
             )
         self._leader.report(request.id, "read_de")
-        return self._fabric.now()
+        return pooled, self._fabric.now()
 
     async def load(self, message: Load) -> Ack:
         """Stream a request's KV from the buffer to the PE; goes on in the background."""
@@ -174,19 +200,21 @@ class DecodeNode:
         chunk frees the slot, layer l of the chunk before completes what is to be sent.
         """
         layers, slots = self._deployment.layout.layers, len(message.slots)
-        ends = (
-            self._deployment.host(request.engine.name),
-            self._deployment.gpu(message.pe),
-            hbm_region(engine_gpu(message.pe)),
-        )
-        segments = load_segments(
-            self._deployment.layout, request.buffer_base, 0, message.first, message.tokens, message.slots
-        )
+        layout = self._deployment.layout
+        if request.pages is not None and message.transfer is Transfer.RELOAD:
+            # What earlier chunks computed went straight to HBM.
+            region, rows = request.engine.hbm, page_rows(layout, request.pages.runs)
+            source = self._deployment.gpu(request.engine.name)
+        else:
+            region, rows = self._region, buffer_rows(layout, request.buffer_base)
+            source = self._deployment.host(request.engine.name)
+        ends = (source, self._deployment.gpu(message.pe), hbm_region(engine_gpu(message.pe)))
+        segments = load_segments(layout, rows, message.first, message.tokens, message.slots)
         marks = self._fabric.marks(miss_tag(request.id))
         before = message.chunk * layers
         tag = load_tag(request.id, message.chunk, message.transfer)
         async with self._traffic.stream(
-            request.engine.name, message.transfer, ends, self._region, segments, tag=tag
+            request.engine.name, message.transfer, ends, region, segments, tag=tag
         ) as stream:
             for layer in range(layers):
                 sent = before - layers + layer + 1 if message.chunk else 0
@@ -196,35 +224,49 @@ class DecodeNode:
                 stream.release(layer + 1)
             await stream.wait_placed(layers)
 
-    async def _to_hbm(self, request: DecodeRequest) -> None:
-        """Reserve pages for prompt and output, and copy the prompt in."""
+    def _buffer_bytes(self, request: DecodeRequest) -> int:
+        """Of the DE buffer: the whole prompt's blocks, or of KV that goes straight to HBM what is read here."""
+        layout = self._deployment.layout
+        direct = self._deployment.config.replay.de_direct
+        return (request.de_blocks if direct else layout.blocks(request.prompt_tokens)) * layout.full_block_bytes
+
+    async def _reserve_pages(self, request: DecodeRequest) -> Lease:
+        """Pages for prompt and output."""
         pages = self._deployment.layout.blocks(request.prompt_tokens + request.output_tokens)
-        request.pages = await request.engine.space.reserve(pages, request.message.assignment.sequence)
+        return await request.engine.space.reserve(pages, request.message.assignment.sequence)
+
+    async def _to_hbm(self, request: DecodeRequest, tokens: int) -> None:
+        """Copy the first ``tokens`` tokens from the buffer into the pages."""
+        if not tokens:
+            return
+        assert request.pages is not None
         name = request.engine.name
         transfer = Transfer.PE_DE_H2D if request.message.assignment.decision.path == "pe" else Transfer.DE_H2D
         ends = (self._deployment.host(name), self._deployment.gpu(name), request.engine.hbm.name)
-        segment = pages_segment(
-            self._deployment.layout, request.buffer_base, request.prompt_tokens, request.pages.runs
-        )
+        segment = pages_segment(self._deployment.layout, request.buffer_base, tokens, request.pages.runs)
         await self._traffic.write(name, transfer, ends, self._region, segment)
 
     async def _persist(self, request: DecodeRequest, buffer: Lease) -> None:
-        """Write the prompt's miss blocks, then each generated block as it fills: in order, as the trie grows."""
+        """Write the prompt's miss blocks from the buffer, then what decode fills."""
         layout = self._deployment.layout
-        size = layout.full_block_bytes
         ids, first = request.block_ids, request.hit_blocks
         prompt_blocks = layout.full_blocks(request.prompt_tokens)
         if prompt_blocks > first:
-            base = request.buffer_base + first * size
+            base = request.buffer_base + first * layout.full_block_bytes
             await self._writer.write(ids[first:prompt_blocks], first, self._region, base)
             await self._committed(request, prompt_blocks)
         await request.in_hbm.wait()
         self._buffer.release(buffer)
+        await self._persist_from_hbm(request, prompt_blocks)
+
+    async def _persist_from_hbm(self, request: DecodeRequest, first: int) -> None:
+        """Write block after block from ``first`` on as it fills: in order, as the trie grows."""
+        layout, ids = self._deployment.layout, request.block_ids
         name = request.engine.name
         ends = (self._deployment.gpu(name), self._deployment.host(name), self._staging.name)
-        for block in range(prompt_blocks, len(ids)):
+        for block in range(first, len(ids)):
             await request.wait_filled(block)
-            async with self._staging_space.hold(size) as slot:
+            async with self._staging_space.hold(layout.full_block_bytes) as slot:
                 segment = page_segment(layout, request.page(block), slot.offset)
                 await self._traffic.write(name, Transfer.D2H, ends, request.engine.hbm, segment)
                 request.copied_out()

@@ -31,7 +31,7 @@ class DecodeRequest:
 
     def __init__(self, message: Serve, deployment: Deployment, engine: DecodeEngine) -> None:
         decision = message.assignment.decision
-        layout = deployment.layout
+        self._layout = layout = deployment.layout
         self.message = message
         self.id = decision.request
         self.engine = engine
@@ -48,8 +48,8 @@ class DecodeRequest:
         full = layout.full_blocks(self.prompt_tokens + len(self.output))
         if len(self.block_ids) != full:
             raise ProtocolViolation(f"request {self.id}: {len(self.block_ids)} block ids, {full} blocks fill")
-        self._filled = layout.full_blocks(self.prompt_tokens)
-        self._to_copy = full - self._filled
+        self._filled = 0
+        self._to_copy = 0
         self._filling = trio.Event()
         self._decoded = False
 
@@ -75,6 +75,12 @@ class DecodeRequest:
                 return first + block
             block -= count
         raise ProtocolViolation(f"request {self.id}: block {block} is beyond its pages")
+
+    def prompt_in_hbm(self, copied_from: int) -> None:
+        """The whole prompt is in its pages; blocks from ``copied_from`` on leave for storage from there."""
+        self._to_copy = len(self.block_ids) - copied_from
+        self.filled(self._layout.full_blocks(self.prompt_tokens))
+        self.in_hbm.set()
 
     def filled(self, blocks: int) -> None:
         """The first ``blocks`` blocks are full."""

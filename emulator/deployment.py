@@ -79,6 +79,11 @@ class Deployment:
             raise ConfigError(f"scale: {error}") from None
         self.layout = Layout(self.shape.layers, config.scale.kv_bytes, config.engine.block_tokens)
         self.system: System = SYSTEMS[config.replay.system]
+        if self.system.pool and not self.pool_blocks:
+            block_gb = self.scale.model_bytes(self.layout.full_block_bytes) / GB
+            raise ConfigError(
+                f"[engine] pool_gb = {config.engine.pool_gb}: expected room for a block, which is {block_gb:.3g} GB"
+            )
 
     @property
     def reads(self) -> Reads:
@@ -198,6 +203,11 @@ class Deployment:
             de_hbm_pages=self._blocks_of(engine.de_hbm_kv_gb),
             pe_hbm_tokens=pe_hbm_bytes // (self.layer_slots * self.layout.kv_bytes),
         )
+
+    @cached_property
+    def pool_blocks(self) -> int:
+        """Full Blocks that one node keeps of the DRAM pool, where the system has one."""
+        return self._blocks_of(self.config.engine.pool_gb)
 
     def hit_tokens(self, hit_blocks: int) -> int:
         return hit_blocks * self.layout.block_tokens

@@ -43,7 +43,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Reserved(msgspec.Struct, frozen=True):
-    """Slots for blocks to be kept, as (index of the block asked for, slot). To be committed or aborted."""
+    """Slots for blocks to be kept, as (index of the block asked for, slot). To be committed."""
 
     reservation: int
     slots: tuple[tuple[int, int], ...]
@@ -64,29 +64,23 @@ class _Entry:
 
 
 class _Node:
-    """One node's slots: those never used, those given back, and the blocks that may give way."""
+    """One node's slots: those never used, and the blocks that may give way."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self._fresh = 0
-        self._returned: list[int] = []
         self.settled: list[_Entry] = []
 
     @property
     def free(self) -> int:
-        return self.total - self._fresh + len(self._returned)
+        return self.total - self._fresh
 
     def take(self) -> int | None:
-        """A free slot, the last one given back first; None where there is none."""
-        if self._returned:
-            return self._returned.pop()
+        """A free slot; None where there is none."""
         if self._fresh == self.total:
             return None
         self._fresh += 1
         return self._fresh - 1
-
-    def give(self, slot: int) -> None:
-        self._returned.append(slot)
 
     def settle(self, entry: _Entry) -> None:
         """``entry`` may give way from now on."""
@@ -174,17 +168,13 @@ class Directory:
     def commit(self, reservation: int) -> None:
         """The bytes are there: from now on everybody finds the blocks of ``reservation``."""
         self._calls += 1
-        for entry in self._reserved(reservation):
+        entries = self._out(self._reservations, reservation, "reservation")
+        for entry in entries:
             entry.pending = False
             entry.used = self._calls
             self._nodes[entry.place.node].settle(entry)
-            self._inserted += 1
-
-    def abort(self, reservation: int) -> None:
-        """The bytes did not get there: give the slots of ``reservation`` back."""
-        for entry in self._reserved(reservation):
-            del self._entries[entry.block]
-            self._nodes[entry.place.node].give(entry.place.slot)
+        self._pending -= len(entries)
+        self._inserted += len(entries)
 
     @property
     def total(self) -> int:
@@ -235,11 +225,6 @@ class Directory:
         if len(settled) <= SAMPLE:
             return iter(settled)
         return (settled[at] for at in self._chance.integers(len(settled), size=SAMPLE))
-
-    def _reserved(self, reservation: int) -> list[_Entry]:
-        entries = self._out(self._reservations, reservation, "reservation")
-        self._pending -= len(entries)
-        return entries
 
     @staticmethod
     def _out(books: dict[int, list[_Entry]], number: int, what: str) -> list[_Entry]:

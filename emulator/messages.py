@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from .fabric.interface import Endpoint, Method, Transfer
+from .pool import Run
 from .records import Decision
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Load",
     "Phase",
     "PlannedBatch",
+    "Pooled",
     "Prefill",
     "Prefilled",
     "Put",
@@ -82,6 +84,16 @@ class Serve(msgspec.Struct, frozen=True):
     """Ids of all full blocks of prompt and output together."""
 
 
+class Pooled(msgspec.Struct, frozen=True):
+    """Hit blocks that a DRAM pool gave; ``local`` of them lay in the reading node's own DRAM."""
+
+    blocks: int = 0
+    local: int = 0
+
+    def __add__(self, other: Pooled) -> Pooled:
+        return Pooled(self.blocks + other.blocks, self.local + other.local)
+
+
 class Served(msgspec.Struct, frozen=True):
     """The DE's answer once the last token is out."""
 
@@ -94,6 +106,7 @@ class Served(msgspec.Struct, frozen=True):
     last_token_s: float | None
     token_gaps: tuple[tuple[float, int], ...]
     model_tokens: tuple[int, ...]
+    pooled: Pooled = Pooled()
 
 
 class Settle(msgspec.Struct, frozen=True):
@@ -111,7 +124,8 @@ class Prefill(msgspec.Struct, frozen=True):
     """DE's node to the PE's node: compute this request's prompt.
 
     ``hit_ids`` are the hit blocks that the PE reads itself; those before them are in the DE buffer already.
-    ``buffer_base`` is where the request's Full Blocks start in the DE node's ``de_buffer``.
+    ``buffer_base`` is where the request's Full Blocks start in the DE node's ``de_buffer``; where there are
+    ``pages``, the KV goes to these page runs (first, count) of the DE's HBM instead.
     """
 
     assignment: Assignment
@@ -119,6 +133,7 @@ class Prefill(msgspec.Struct, frozen=True):
     append: bytes
     hit_ids: bytes
     buffer_base: int
+    pages: tuple[Run, ...] = ()
 
 
 class Prefilled(msgspec.Struct, frozen=True):
@@ -133,6 +148,7 @@ class Prefilled(msgspec.Struct, frozen=True):
     computed_s: float
     token: int
     messages: int
+    pooled: Pooled = Pooled()
 
 
 class Load(msgspec.Struct, frozen=True):

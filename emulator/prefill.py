@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 
 import trio
 
-from .blockio import StorageReader
+from .blockio import Reader, StorageReader
 from .deployment import Deployment, split_ids
+from .drampool import DramPool, PoolReader
 from .fabric.interface import Fabric, Transfer
 from .leader import Leader
 from .leases import LeaseQueue
 from .lockstep import Lockstep
-from .messages import PREFILL, REPLAY_BATCHES, Ack, Batches, Prefill, Prefilled
+from .messages import PREFILL, REPLAY_BATCHES, Ack, Batches, Pooled, Prefill, Prefilled
 from .models.backend import Backend
 from .pool import BufferPool
 from .prefill_engine import Chunk, Job, PrefillEngine
@@ -39,7 +40,9 @@ class PrefillNode:
         self._region = fabric.register(PE_BUFFER, blocks * deployment.layout.full_block_bytes)
         self._pool = BufferPool(f"{fabric.node}.{PE_BUFFER}", self._region.size_bytes)
         self._buffer = LeaseQueue(self._pool)
-        self._reader = StorageReader(deployment, fabric)
+        self._reader: Reader = StorageReader(deployment, fabric)
+        if deployment.system.pool:
+            self._reader = PoolReader(deployment, fabric, DramPool(deployment, fabric), self._region)
         self._leader = Leader(deployment, fabric)
         traffic = Traffic(deployment, fabric)
         self._engines: dict[str, PrefillEngine] = {}
@@ -71,16 +74,16 @@ class PrefillNode:
         ids = split_ids(request.hit_ids)
         if not ids:
             self._leader.report(decision.request, "read_pe")
-            return await self._compute(Job(request, self._deployment, 0), self._fabric.now(), None)
+            return await self._compute(Job(request, self._deployment, 0), self._fabric.now(), None, Pooled())
         size, sequence = len(ids) * self._deployment.layout.full_block_bytes, request.assignment.sequence
         async with self._buffer.hold(size, sequence) as lease:
             allocated_s = self._fabric.now()
-            await self._reader.read(
+            pooled = await self._reader.read(
                 ids, decision.de_blocks, PE_BUFFER, lease.offset, Transfer.PE_READ, sequence=sequence
             )
             read_s = self._fabric.now()
             self._leader.report(decision.request, "read_pe")
-            return await self._compute(Job(request, self._deployment, lease.offset), allocated_s, read_s)
+            return await self._compute(Job(request, self._deployment, lease.offset), allocated_s, read_s, pooled)
 
     async def replay(self, request: Batches) -> Ack:
         """Form the recorded batches from now on."""
@@ -88,14 +91,14 @@ class PrefillNode:
             engine.recorded = deque(batch for batch in request.batches if batch.engine == engine.name)
         return Ack()
 
-    async def _compute(self, job: Job, allocated_s: float, read_s: float | None) -> Prefilled:
+    async def _compute(self, job: Job, allocated_s: float, read_s: float | None, pooled: Pooled) -> Prefilled:
         engine = job.request.assignment.decision.pe
         self._engines[engine].add(job)
         self._groups[engine].arrived()
         await job.computed.wait()
         self._leader.report(job.id, "prefilled")
         messages = job.chunks * self._deployment.layout.layers
-        return Prefilled(allocated_s, read_s, job.started_s, job.computed_s, job.token, messages)
+        return Prefilled(allocated_s, read_s, job.started_s, job.computed_s, job.token, messages, pooled)
 
 
 class _Group:

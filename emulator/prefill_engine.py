@@ -32,7 +32,7 @@ from .models.backend import Backend, Bytes, State
 from .policy import Packable, pack
 from .pool import BufferPool, Lease
 from .records import BatchRecord
-from .segments import hbm_region, load_segments, load_tag, miss_segments, miss_tag
+from .segments import buffer_rows, hbm_region, load_segments, load_tag, miss_segments, miss_tag, page_rows
 from .traffic import Traffic
 
 __all__ = ["Chunk", "Job", "PrefillEngine"]
@@ -234,10 +234,14 @@ class PrefillEngine:
         job = chunk.job
         first = job.de_tokens if chunk.index == 0 else chunk.cached
         transfer = Transfer.DE_MISS if job.request.assignment.decision.path == "de" else Transfer.PE_OUT
-        ends = (self._deployment.gpu(self.name), self._deployment.host(job.de), "de_buffer")
-        segments = miss_segments(
-            self._deployment.layout, job.request.buffer_base, first, sum(chunk.shape) - first, seat.slots
-        )
+        layout, request = self._deployment.layout, job.request
+        if request.pages:
+            ends = (self._deployment.gpu(self.name), self._deployment.gpu(job.de), hbm_region(engine_gpu(job.de)))
+            rows = page_rows(layout, request.pages)
+        else:
+            ends = (self._deployment.gpu(self.name), self._deployment.host(job.de), "de_buffer")
+            rows = buffer_rows(layout, request.buffer_base)
+        segments = miss_segments(layout, rows, first, sum(chunk.shape) - first, seat.slots)
         return self._traffic.stream(self.name, transfer, ends, self._hbm, segments, tag=miss_tag(job.id))
 
     def _start_loads(self, chunk: Chunk, seat: _Seat, out: WriteStream, loads: trio.Nursery) -> list[Marks]:
@@ -265,7 +269,8 @@ class PrefillEngine:
         job = chunk.job
         layers, slots = self._deployment.layout.layers, self._slots
         ends = (self._deployment.host(self.name), self._deployment.gpu(self.name), self._hbm.name)
-        segments = load_segments(self._deployment.layout, job.load_base, first, first, tokens, seat.slots)
+        layout = self._deployment.layout
+        segments = load_segments(layout, buffer_rows(layout, job.load_base, first), first, tokens, seat.slots)
         tag = load_tag(job.id, chunk.index, Transfer.PE_H2D)
         async with self._traffic.stream(
             self.name, Transfer.PE_H2D, ends, self._buffer_region, segments, tag=tag

@@ -94,8 +94,11 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     hit_tokens: int = 0
     de_hit_tokens: int = 0
-    """The part of the hit that was read on the DE side; what of it came from a DRAM pool is ``pool_tokens``."""
+    """The part of the hit that was read on the DE side."""
     pool_tokens: int = 0
+    """The part of the hit that a DRAM pool gave, and not storage."""
+    pool_local_tokens: int = 0
+    """The part of ``pool_tokens`` that lay in the reading node's own DRAM, and crossed no NIC."""
     output_tokens: int
     persisted_tokens: int = 0
     arrived_s: float
@@ -170,10 +173,10 @@ class PoolRecord(msgspec.Struct, frozen=True):
 
 
 class CacheRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the directory of the DRAM pool counted until now, in Full Blocks; all ``leases`` are over after the run.
+    """What the directory of the DRAM pool counted, in Full Blocks. After a run no ``leases`` are out.
 
-    ``total`` slots hold ``used`` blocks and are reserved for ``pending`` ones. Of ``looked_up`` blocks ``hits`` were
-    found. ``inserted`` came in, ``evicted`` gave way to them, ``turned_away`` found no slot.
+    ``total`` slots hold ``used`` blocks and are reserved for ``pending`` ones. Of ``looked_up`` blocks ``hits``
+    were found. ``inserted`` came in, ``evicted`` gave way to them, ``turned_away`` found no slot.
     """
 
     total: int

@@ -27,6 +27,7 @@ from .kvcache import Layout
 from .metrics import Port, Setup
 from .records import (
     BatchRecord,
+    CacheRecord,
     Decision,
     Decisions,
     ExchangeRecord,
@@ -69,6 +70,7 @@ class _NodeRow(msgspec.Struct, frozen=True, kw_only=True):
     received: tuple[TransferBytes, ...]
     exchanges: tuple[ExchangeRecord, ...]
     pools: tuple[PoolRecord, ...]
+    cache: CacheRecord | None
 
     def __post_init__(self) -> None:
         for row in (*self.sent, *self.received):
@@ -158,7 +160,14 @@ def write_run_dir(out: Path, run: FinishedRun) -> dict[str, Any]:
         kernel=run.kernel,
     )
     nodes = (
-        _NodeRow(node=n.node, sent=n.sent, received=n.received, exchanges=n.exchanges, pools=n.pools)
+        _NodeRow(
+            node=n.node,
+            sent=n.sent,
+            received=n.received,
+            exchanges=n.exchanges,
+            pools=n.pools,
+            cache=n.cache,
+        )
         for n in records.nodes
     )
     requests = (
@@ -261,6 +270,7 @@ def read_run_dir(path: Path) -> FinishedRun:
                 pools=n.pools,
                 batches=tuple(batches[n.node]),
                 decisions=tuple(decisions[n.node]),
+                cache=n.cache,
                 host=host.samples.get(n.node),
             )
             for n in _rows(path / "nodes.jsonl", _NodeRow)

@@ -6,7 +6,7 @@ described here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .extent import Extent
 from .fabric.interface import Segment, Transfer
@@ -14,45 +14,73 @@ from .kvcache import Layout
 from .pool import Run
 
 __all__ = [
+    "Rows",
+    "buffer_rows",
     "hbm_region",
     "load_segments",
     "load_tag",
     "miss_segments",
     "miss_tag",
+    "page_rows",
     "page_segment",
     "pages_segment",
     "work_requests",
 ]
 
+Rows = Callable[[int, int, int], tuple[Extent, ...]]
+"""Where a request's KV lies on the DE or in a buffer: (layer, first token, tokens) -> its rows, in token order."""
 
-def load_segments(
-    layout: Layout, buffer_base: int, base_token: int, first: int, tokens: int, slots: Sequence[int]
-) -> list[Segment]:
-    """One segment a layer: ``tokens`` from ``first`` on, from a DRAM buffer into HBM slots (pe3-4, de3-5).
 
-    The buffer has Full Blocks of the request from token ``base_token`` on, end to end from byte ``buffer_base``; a
-    slot has a row a token from the request's first on.
+def buffer_rows(layout: Layout, base: int, base_token: int = 0) -> Rows:
+    """Of a request whose Full Blocks, from token ``base_token`` on, lie end to end from byte ``base``."""
+
+    def rows(layer: int, first: int, tokens: int) -> tuple[Extent, ...]:
+        return layout.layer_extents(base, layer, first - base_token, tokens)
+
+    return rows
+
+
+def page_rows(layout: Layout, runs: Sequence[Run]) -> Rows:
+    """Of a request whose Full Blocks are in HBM pages, in the order of the page runs (first, count)."""
+
+    def rows(layer: int, first: int, tokens: int) -> tuple[Extent, ...]:
+        extents: list[Extent] = []
+        begin = 0
+        for page, count in runs:
+            end = begin + count * layout.block_tokens
+            low, high = max(first, begin), min(first + tokens, end)
+            if low < high:
+                base = page * layout.full_block_bytes
+                extents += layout.layer_extents(base, layer, low - begin, high - low)
+            begin = end
+        if first + tokens > begin:
+            raise ValueError(f"tokens {first} to {first + tokens} are beyond the pages {list(runs)}")
+        return tuple(extents)
+
+    return rows
+
+
+def load_segments(layout: Layout, source: Rows, first: int, tokens: int, slots: Sequence[int]) -> list[Segment]:
+    """One segment a layer: ``tokens`` from ``first`` on, from ``source`` into HBM slots (pe3-4, de3-5).
+
+    A slot has a row a token from the request's first on.
     """
     return [
-        Segment(
-            layout.layer_extents(buffer_base, layer, first - base_token, tokens),
-            (Extent(slots[layer % len(slots)] + first * layout.kv_bytes, tokens * layout.kv_bytes),),
-        )
+        Segment(source(layer, first, tokens), (_in_slot(layout, slots, layer, first, tokens),))
         for layer in range(layout.layers)
     ]
 
 
-def miss_segments(
-    layout: Layout, buffer_base: int, first_token: int, tokens: int, slots: Sequence[int]
-) -> list[Segment]:
-    """One segment a layer: ``tokens`` from ``first_token`` on, from HBM into the DE buffer (pe5-7, de_miss)."""
+def miss_segments(layout: Layout, target: Rows, first: int, tokens: int, slots: Sequence[int]) -> list[Segment]:
+    """One segment a layer: ``tokens`` from ``first`` on, from HBM slots to the DE (pe5-7, de_miss)."""
     return [
-        Segment(
-            (Extent(slots[layer % len(slots)] + first_token * layout.kv_bytes, tokens * layout.kv_bytes),),
-            layout.layer_extents(buffer_base, layer, first_token, tokens),
-        )
+        Segment((_in_slot(layout, slots, layer, first, tokens),), target(layer, first, tokens))
         for layer in range(layout.layers)
     ]
+
+
+def _in_slot(layout: Layout, slots: Sequence[int], layer: int, first: int, tokens: int) -> Extent:
+    return Extent(slots[layer % len(slots)] + first * layout.kv_bytes, tokens * layout.kv_bytes)
 
 
 def pages_segment(layout: Layout, buffer_base: int, tokens: int, runs: Sequence[Run]) -> Segment:

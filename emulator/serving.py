@@ -15,6 +15,7 @@ from .client import Client
 from .config import RunConfig
 from .decode import DecodeNode
 from .deployment import Deployment
+from .drampool import PoolMaster
 from .errors import EmulatorError
 from .fabric.interface import Fabric
 from .policy import Policy, make_policy
@@ -33,9 +34,10 @@ Part = PrefillNode | DecodeNode | StorageNode | Scheduler | Client
 class Role:
     """A node's running role."""
 
-    def __init__(self, fabric: Fabric, part: Part) -> None:
+    def __init__(self, fabric: Fabric, part: Part, pool: PoolMaster | None = None) -> None:
         self._fabric = fabric
         self._part = part
+        self._pool = pool
 
     @property
     def client(self) -> Client:
@@ -56,6 +58,7 @@ class Role:
             pools=tuple(part.pools()) if isinstance(part, PrefillNode | DecodeNode | StorageNode) else (),
             batches=tuple(part.batches()) if isinstance(part, PrefillNode) else (),
             decisions=part.decisions() if isinstance(part, Scheduler) else (),
+            cache=None if self._pool is None else self._pool.record(),
         )
 
 
@@ -82,6 +85,7 @@ async def open_role(
     with ExitStack() as stack:
         async with trio.open_nursery() as tasks:
             part: Part
+            pool: PoolMaster | None = None
             match member.role:
                 case "pe":
                     part = PrefillNode(deployment, fabric, deployment.load_backend(), tasks)
@@ -97,7 +101,8 @@ async def open_role(
                     part = StorageNode(deployment, fabric, store)
                 case "scheduler":
                     part = Scheduler(deployment, fabric, _policy(deployment), tasks)
+                    pool = PoolMaster(deployment, fabric) if deployment.system.pool else None
                 case "client":
                     part = Client(deployment, fabric, deployment.load_backend())
-            yield Role(fabric, part)
+            yield Role(fabric, part, pool)
             tasks.cancel_scope.cancel()

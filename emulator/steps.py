@@ -62,15 +62,16 @@ def expected_transfers(request: RequestRecord, chunks: Sequence[Chunk], setup: S
     block = layout.block_tokens
     prompt, hit, de_hit = request.prompt_tokens, request.hit_tokens, de_hit_tokens(request)
     pe_hit = hit - de_hit
+    de_pool = request.pool_tokens if request.path == "de" else 0
     loads = len(chunks) if setup.system.layerwise else 1
     reload = sum(cached - hit for cached, _ in chunks[1:]) if setup.system.layerwise else 0
     filled = layout.full_blocks(prompt + request.output_tokens) * block
     from_hbm = filled - (hit if setup.de_direct else layout.full_blocks(prompt) * block)
     moved = {
-        Transfer.PE_READ: pe_hit - request.pool_tokens,
-        Transfer.POOL: request.pool_tokens,
+        Transfer.PE_READ: pe_hit - (request.pool_tokens - de_pool),
+        Transfer.POOL: request.pool_tokens - request.pool_local_tokens,
         Transfer.PE_H2D: pe_hit * loads,
-        Transfer.DE_READ: de_hit,
+        Transfer.DE_READ: de_hit - de_pool,
         Transfer.DE_LOAD: de_hit * loads,
         Transfer.RELOAD: reload,
         Transfer.DE_MISS if request.path == "de" else Transfer.PE_OUT: prompt - de_hit,

@@ -45,6 +45,14 @@ SYSTEMS: Mapping[str, System] = MappingProxyType(
             System("layerwise", "basic with layerwise prefill", True, "pe", "round-robin"),
             System("dualpath-rr", "both read paths, layerwise, round robin", True, "auto", "round-robin"),
             System("oracle", "dualpath whose reads, copies and P-D transfers cost nothing", free=True),
+            System(
+                "mooncake",
+                "basic behind a DRAM pool over all PE and DE nodes, like SGLang with a Mooncake store",
+                layerwise=False,
+                reads="pe",
+                policy="round-robin",
+                pool=True,
+            ),
             System("split", "dualpath that reads every request on both sides at once", reads="split"),
         )
     }

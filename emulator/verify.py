@@ -163,9 +163,12 @@ def _whole_blocks(evidence: Evidence) -> Iterator[str]:
     for r in metrics.done(evidence.records):
         if r.hit_tokens % block or not 0 <= r.hit_tokens < r.prompt_tokens:
             yield f"{r.id}: hit {r.hit_tokens} of {r.prompt_tokens} tokens, expected whole blocks and a token left"
-        pe_hit = r.hit_tokens - metrics.de_hit_tokens(r)
-        if r.pool_tokens % block or not 0 <= r.pool_tokens <= (pe_hit if evidence.setup.system.pool else 0):
-            yield f"{r.id}: {r.pool_tokens} tokens from a pool, its hit on the PE's side is {pe_hit}"
+        most = r.hit_tokens if evidence.setup.system.pool else 0
+        if r.pool_tokens % block or not 0 <= r.pool_local_tokens <= r.pool_tokens <= most:
+            yield (
+                f"{r.id}: {r.pool_tokens} tokens from a pool, {r.pool_local_tokens} of them from the reader's own"
+                f" node, its hit is {r.hit_tokens}"
+            )
         filled = (r.prompt_tokens + r.output_tokens) // block * block - r.hit_tokens
         if r.persisted_tokens != filled:
             yield f"{r.id}: persisted {r.persisted_tokens} tokens, filled {filled} beyond its hit"
@@ -178,6 +181,9 @@ def _pools_whole(evidence: Evidence) -> Iterator[str]:
                 yield f"{node.node} {pool.pool}: {pool.free} free of {pool.total}"
             if not 0 <= pool.peak_used <= pool.total:
                 yield f"{node.node} {pool.pool}: at most {pool.peak_used} used of {pool.total}"
+        cache = node.cache
+        if cache is not None and (cache.leases or cache.pending):
+            yield f"{node.node}: {cache.leases} leases of the DRAM pool are out, {cache.pending} slots reserved"
 
 
 def _received_as_sent(evidence: Evidence) -> Iterator[str]:
@@ -229,7 +235,7 @@ def _most_steps(r: RequestRecord, decision: Decision, chunks: list[Chunk], setup
     at = sum(chunks[-1]) if chunks else hit
     begun = [*chunks, (at, r.prompt_tokens - at)]
     most: dict[str, int] = {}
-    for pool_tokens in {0, hit - de_hit if setup.system.pool else 0}:
+    for pool_tokens in {0, hit if setup.system.pool else 0}:
         whole = msgspec.structs.replace(
             r, path=decision.path, hit_tokens=hit, de_hit_tokens=de_hit, pool_tokens=pool_tokens
         )

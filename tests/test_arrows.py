@@ -44,7 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "fabric": ("fabric.*",),
     "keeping": ("store", "leases", "policy.plugin"),
-    "traffic": ("traffic", "blockio", "lockstep", "leader"),
+    "traffic": ("traffic", "blockio", "drampool", "lockstep", "leader"),
     "roles": (
         "prefill",
         "prefill_engine",

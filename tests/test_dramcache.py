@@ -84,16 +84,16 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.pending[reserved.reservation] = mine
         return reserved
 
-    @rule(reserved=consumes(reservations), whole=st.booleans())
-    def settle(self, reserved: Reserved, whole: bool) -> None:
-        """Committed blocks are there at once, aborted ones never were."""
-        (self.directory.commit if whole else self.directory.abort)(reserved.reservation)
+    @rule(reserved=consumes(reservations))
+    def commit(self, reserved: Reserved) -> None:
+        """Committed blocks are there at once."""
+        self.directory.commit(reserved.reservation)
         mine = self.pending.pop(reserved.reservation)
         found = self.directory.lookup(list(mine))
-        assert found.places == (tuple(mine.values()) if whole else (None,) * len(mine))
+        assert found.places == tuple(mine.values())
         self.directory.release(found.lease)
         with pytest.raises(ValueError, match="not out"):
-            self.directory.abort(reserved.reservation)
+            self.directory.commit(reserved.reservation)
 
     @invariant()
     def conserved(self) -> None:

@@ -10,7 +10,7 @@ from emulator.extent import gather, scatter
 from emulator.fabric.interface import Segment
 from emulator.kvcache import Layout
 from emulator.pool import PagePool
-from emulator.segments import load_segments, miss_segments, page_segment, pages_segment
+from emulator.segments import buffer_rows, load_segments, miss_segments, page_rows, page_segment, pages_segment
 
 LAYOUTS = st.builds(Layout, st.integers(1, 4), st.integers(1, 3), st.integers(1, 5))
 Memory = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
@@ -37,7 +37,7 @@ def test_a_load_brings_each_layer_of_the_hit(layout: Layout, tokens: int, base: 
     buffer = np.concatenate([np.zeros(base, np.uint8), full])
     slots = (3, 3 + tokens * layout.kv_bytes)
     hbm = np.zeros(slots[1] + tokens * layout.kv_bytes, np.uint8)
-    for layer, segment in enumerate(load_segments(layout, base, 0, 0, tokens, slots)):
+    for layer, segment in enumerate(load_segments(layout, buffer_rows(layout, base), 0, tokens, slots)):
         _move(segment, buffer, hbm)
         at = slots[layer % 2]
         assert np.array_equal(hbm[at : at + tokens * layout.kv_bytes], kv[layer].reshape(-1))
@@ -52,7 +52,7 @@ def test_the_miss_completes_the_buffer(layout: Layout, tokens: int, data: st.Dat
     slots = (0, tokens * layout.kv_bytes)
     hbm = np.zeros(2 * tokens * layout.kv_bytes, np.uint8)
     buffer = np.zeros_like(full)
-    for layer, segment in enumerate(miss_segments(layout, 0, first, tokens - first, slots)):
+    for layer, segment in enumerate(miss_segments(layout, buffer_rows(layout, 0), first, tokens - first, slots)):
         at = slots[layer % 2]
         hbm[at : at + tokens * layout.kv_bytes] = kv[layer].reshape(-1)
         _move(segment, hbm, buffer)
@@ -85,3 +85,38 @@ def test_a_prompt_fills_its_pages(layout: Layout, tokens: int, output: int, data
     back = np.zeros(layout.full_block_bytes, np.uint8)
     _move(page_segment(layout, pages[0], 0), hbm, back)
     assert np.array_equal(back, hbm[pages[0] * layout.full_block_bytes :][: layout.full_block_bytes])
+
+
+@settings(deadline=None)
+@given(LAYOUTS, st.integers(1, 30), st.data())
+def test_rows_of_pages_are_those_of_the_buffer(layout: Layout, tokens: int, data: st.DataObject) -> None:
+    """KV sent straight to scattered pages is, read back row by row, what a buffer would have held."""
+    blocks = layout.blocks(tokens)
+    order = data.draw(st.permutations(range(blocks)))
+    runs = [(page, 1) for page in order]
+    first = data.draw(st.integers(0, tokens - 1))
+    kv, full = _blocks(layout, tokens, 4)
+    slots = (0, tokens * layout.kv_bytes)
+    hbm = np.zeros(blocks * layout.full_block_bytes, np.uint8)
+    back = np.zeros(2 * tokens * layout.kv_bytes, np.uint8)
+    out = miss_segments(layout, page_rows(layout, runs), first, tokens - first, slots)
+    load = load_segments(layout, page_rows(layout, runs), first, tokens - first, slots)
+    for layer in range(layout.layers):
+        slot = np.zeros(2 * tokens * layout.kv_bytes, np.uint8)
+        at = slots[layer % 2]
+        slot[at : at + tokens * layout.kv_bytes] = kv[layer].reshape(-1)
+        _move(out[layer], slot, hbm)
+        _move(load[layer], hbm, back)
+        assert np.array_equal(
+            back[at + first * layout.kv_bytes : at + tokens * layout.kv_bytes], kv[layer, first:].reshape(-1)
+        )
+    for block, page in enumerate(order):
+        size = layout.full_block_bytes
+        rows = hbm[page * size : (page + 1) * size].reshape(layout.layers, layout.block_tokens, -1)
+        expected = full[block * size : (block + 1) * size].reshape(layout.layers, layout.block_tokens, -1)
+        begin, end = (
+            max(first - block * layout.block_tokens, 0),
+            min(tokens - block * layout.block_tokens, layout.block_tokens),
+        )
+        if begin < end:
+            assert np.array_equal(rows[:, begin:end], expected[:, begin:end])

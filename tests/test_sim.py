@@ -13,6 +13,7 @@ from emulator.config import ModelConfig, ScaleConfig
 from emulator.errors import ConfigError, EmulatorError
 from emulator.records import Decisions, RunRecords
 from emulator.sim import simulate
+from emulator.systems import SYSTEMS
 from emulator.workload import Stream, Trajectory, Turn, Workload
 
 from .clusters import broken, config, conversation, expected_tokens
@@ -234,3 +235,39 @@ def test_sharing_is_safe_with_any_blocks(
     records = simulate(run, workload)
     assert all(r.status == "done" for r in records.requests)
     assert broken(run, workload, records) == []
+
+
+@pytest.mark.parametrize("path", ["pe", "de", "auto"])
+@pytest.mark.parametrize("engine", [{}, {"batch_tokens": 100}, {"de_hbm_kv_gb": 0.1}])
+def test_decode_kv_goes_straight_to_hbm(path: str, engine: dict[str, float]) -> None:
+    """Without the DE buffer between, every request is served on either path, in chunks or with little HBM."""
+    run = config(path=path, agents=3, de_direct=True, engine=engine)
+    records = simulate(run, _mixed())
+    assert [request.status for request in records.requests] == ["done"] * 9
+    assert broken(run, _mixed(), records) == []
+
+
+@pytest.mark.parametrize("system", list(SYSTEMS))
+@pytest.mark.parametrize("engine", [{}, {"batch_tokens": 100}, {"quota_s": 0.001}])
+def test_every_system_serves_and_breaks_nothing(system: str, engine: dict[str, float]) -> None:
+    """Whole or in chunks, one group or two: all done, tokens as the reference, no invariant broken."""
+    for nodes in (1, 2):
+        run = config(system=system, agents=3, pe_nodes=nodes, de_nodes=nodes, engine=engine)
+        records = simulate(run, _mixed())
+        assert [request.status for request in records.requests] == ["done"] * 9
+        assert broken(run, _mixed(), records) == []
+
+
+@pytest.mark.parametrize("system", list(SYSTEMS))
+def test_every_system_repeats_its_decisions(system: str) -> None:
+    """Chunks, group steps and split reads are repeated as they were."""
+    run = config(system=system, agents=3, pe_nodes=2, engine={"batch_tokens": 200})
+    first = simulate(run, _mixed())
+    again = simulate(run, _mixed(), _decisions(first))
+    assert set(_decisions(again).requests) == set(_decisions(first).requests)
+    formed = [
+        [(b.engine, b.step, b.requests, b.shape) for b in _decisions(records).batches]
+        for records in (first, again)
+    ]
+    assert formed[0] == formed[1]
+    assert broken(run, _mixed(), again) == []
