@@ -116,6 +116,45 @@ async def _one_pipe(messages: int, *, start_s: float = 0.0, latency_s: float = 0
     return [at_s for _, at_s in log if isinstance(at_s, float)]
 
 
+def test_a_pipe_without_ports_takes_no_time() -> None:
+    """Its messages are over in the instant in which they are posted, in order, and nobody's rate changes."""
+
+    async def program() -> list[tuple[object, float | str]]:
+        log: list[tuple[object, float | str]] = []
+        engine, port = Engine(RULES), Port(10.0)
+        free, shared = Pipe(engine, (), 0, 0.0), Pipe(engine, (port,), 0, 0.0)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(engine.run)
+            shared.post(Noted(10, log, "paid"))
+            await trio.sleep(0.5)
+            for name in ("first", "second"):
+                free.post(Noted(10**12, log, name))
+            await trio.sleep(1.0)
+            nursery.cancel_scope.cancel()
+        return log
+
+    assert run_virtual(program) == [("first", 0.5), ("second", 0.5), ("paid", 1.0)]
+
+
+def test_a_port_that_is_crossed_twice_is_let_go_once() -> None:
+    """A pipe that takes a port twice has half its rate, and all of it is free again when it runs dry."""
+
+    async def program() -> list[tuple[object, float | str]]:
+        log: list[tuple[object, float | str]] = []
+        engine, port = Engine(RULES), Port(10.0, laned=False)
+        twice, once = Pipe(engine, (port, port), 0, 0.0), Pipe(engine, (port,), 1, 0.0)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(engine.run)
+            twice.post(Noted(10, log, "twice"))
+            await trio.sleep(2.0)
+            once.post(Noted(10, log, "once"))
+            await trio.sleep(1.0)
+            nursery.cancel_scope.cancel()
+        return log
+
+    assert run_virtual(program) == [("twice", 2.0), ("once", 3.0)]
+
+
 def test_time_passes_even_below_an_ulp() -> None:
     """At 1e12 s a microsecond is less than floats can tell; messages end all the same, in order."""
     placed = run_virtual(_one_pipe, 100)

@@ -15,7 +15,8 @@ from emulator.errors import PeerLost, ProtocolViolation
 from emulator.extent import Extent
 from emulator.fabric.clock import run_virtual
 from emulator.fabric.fluid import FluidNetwork, open_fluid
-from emulator.fabric.interface import Endpoint, Method, Segment, Target, Transfer, VirtualLane
+from emulator.fabric.interface import Endpoint, Method, Ring, Segment, Side, Target, Transfer, VirtualLane
+from emulator.records import PortBytes
 
 from .within import assert_within
 
@@ -185,6 +186,154 @@ def test_a_lane_without_a_rule_shares_with_control() -> None:
         return done
 
     assert run_virtual(program) == [1.0, 1.0]
+
+
+async def _times(net: FluidNetwork, writes: list[Target], size: int = 1000) -> list[float]:
+    """When each of ``writes``, all posted at 0, is over."""
+    done = [0.0] * len(writes)
+    async with open_fluid(net):
+        regions = {node: net.fabric(node).register("m", 5000) for node in "abc"}
+
+        async def write(index: int, target: Target) -> None:
+            await net.fabric(target.src.node).write(target, regions[target.src.node], whole(size))
+            done[index] = trio.current_time()
+
+        async with trio.open_nursery() as nursery:
+            for index, target in enumerate(writes):
+                nursery.start_soon(write, index, target)
+    return done
+
+
+def through(nic: str, src: str, src_side: Side, dst: str, dst_side: Side, **options: Any) -> Target:
+    options.setdefault("lane", VirtualLane.KV)
+    return Target(Endpoint(src, nic, src_side), Endpoint(dst, nic, dst_side), "m", Transfer.OTHER, **options)
+
+
+def test_dram_is_half_duplex() -> None:
+    """What is read and what is written share its rate, lanes or not; host to host in one node takes it twice."""
+    dram = {"a": 1000.0}
+    lone = through("nic", "a", "host", "a", "host")
+    assert run_virtual(_times, network(dram=dram), [lone]) == [2.0]
+    out = through("nic", "a", "host", "b", "host", lane=VirtualLane.MODEL)
+    into = through("nic", "c", "host", "a", "host")
+    assert run_virtual(_times, network(dram=dram), [out, into]) == [2.0, 2.0]
+    from_gpu = through("nic", "a", "gpu", "b", "host")
+    assert run_virtual(_times, network(dram=dram), [from_gpu, into]) == [1.0, 1.0]
+    load = through("nic", "a", "host", "a", "gpu")
+    assert run_virtual(_times, network(dram=dram), [load]) == [1.0]
+
+
+def test_a_copy_crosses_the_pcie_link_and_no_nic() -> None:
+    """It goes beside what the NIC sends, shares the link with what goes to the GPU, and knows no lane there."""
+    ports = {(node, "cnic0"): RATE for node in "abc"}
+    pcie = {("a", "cnic0"): RATE}
+
+    def net(**more: Any) -> FluidNetwork:
+        return FluidNetwork(ports, nodes=NODES, rpc_latency_s=0.0, pcie=pcie, **more)
+
+    copy = through("pcie0", "a", "host", "a", "gpu")
+    out, into = through("cnic0", "a", "host", "b", "host"), through("cnic0", "b", "host", "a", "gpu")
+    assert run_virtual(_times, net(), [copy, out]) == [1.0, 1.0]
+    assert run_virtual(_times, net(), [copy, into]) == [2.0, 2.0]
+    for lane in VirtualLane:
+        into = through("cnic0", "b", "host", "a", "gpu", lane=lane)
+        assert run_virtual(_times, net(), [copy, into]) == [2.0, 2.0]
+    from_gpu = through("pcie0", "a", "gpu", "a", "host")
+    assert run_virtual(_times, net(), [copy, from_gpu]) == [1.0, 1.0]
+    slow = net(dram={"a": RATE / 2})
+    assert run_virtual(_times, slow, [copy]) == [2.0]
+
+
+def test_local_resources_have_counters_of_their_own() -> None:
+    """DRAM and PCIe have rows like ports, in the direction of the memory that is read or written."""
+    ports = {(node, "cnic0"): RATE for node in "ab"}
+    net = FluidNetwork(ports, nodes="abc", rpc_latency_s=0.0, dram={"a": 4000.0}, pcie={("a", "cnic0"): 4000.0})
+    writes = [
+        through("pcie0", "a", "host", "a", "gpu"),
+        through("cnic0", "a", "host", "a", "host"),
+        through("cnic0", "a", "gpu", "b", "host", lane=VirtualLane.MODEL),
+    ]
+
+    async def program() -> list[tuple[PortBytes, ...]]:
+        await _times(net, writes)
+        return [net.fabric(node).ports() for node in "ab"]
+
+    at_a, at_b = run_virtual(program)
+    rows = {(p.nic, p.direction, p.lane): p.payload_bytes for p in at_a}
+    assert rows == {
+        ("cnic0", "read", VirtualLane.MODEL): 1000,
+        ("cnic0", "read", VirtualLane.KV): 1000,
+        ("cnic0", "write", VirtualLane.KV): 1000,
+        ("dram", "read", VirtualLane.KV): 2000,
+        ("dram", "write", VirtualLane.KV): 1000,
+        ("pcie0", "read", VirtualLane.MODEL): 1000,
+        ("pcie0", "write", VirtualLane.KV): 1000,
+    }
+    assert [(p.nic, p.direction) for p in at_b] == [("cnic0", "write")]
+
+
+def test_an_exchange_is_exact() -> None:
+    """On time it is over after its slowest port's bytes; entered late it begins a latency after the last entry,
+
+    and counts as if it had begun in time.
+    """
+    ring = Ring(
+        "r",
+        ("a", "b"),
+        ((Endpoint("a", "nic"), Endpoint("b", "nic")), (Endpoint("b", "nic"), Endpoint("a", "nic"))),
+    )
+
+    async def program() -> list[tuple[float, float, float]]:
+        log = []
+        net = network()
+        async with open_fluid(net):
+
+            async def member(node: str, enter_s: float) -> None:
+                for ready_s, size in ((1.0, 500), (2.0, 0), (4.0, 100)):
+                    await trio.sleep_until(enter_s + ready_s)
+                    payload = {Endpoint(node, "nic"): size if node == "a" else size // 2}
+                    result = await net.fabric(node).collective(ring, payload, ready_s=ready_s)
+                    log.append((result.started_s, result.over_s, trio.current_time()))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(member, "a", -0.5)
+                nursery.start_soon(member, "b", 0.25)
+            (record,) = [record for record in net.fabric("b").exchanges() if record.payload_bytes == 250]
+            assert (record.count, record.total_s, record.max_s, record.late_s) == (1, 0.5, 0.5, 0.26)
+        return log
+
+    log = run_virtual(program)
+    assert log[::2] == log[1::2]
+    for (started_s, over_s, returned_s), expected in zip(
+        log[::2], [(1.0, 1.5, 1.76), (2.0, 2.0, 2.26), (4.0, 4.1, 4.36)], strict=True
+    ):
+        assert started_s == expected[0]
+        assert_within(over_s, expected[1], absolute=1e-12)
+        assert_within(returned_s, expected[2], absolute=1e-12)
+
+
+def test_an_exchange_that_is_in_time_is_over_when_its_last_byte_is_there() -> None:
+    """Its ideal end is the very instant at which it returns, to the bit, whatever the times are."""
+    ring = Ring("r", ("a", "b"), ((Endpoint("a", "nic"), Endpoint("b", "nic")),))
+
+    async def program() -> None:
+        net = network()
+        async with open_fluid(net):
+
+            async def member(node: str) -> None:
+                ready_s = 0.1
+                for size in range(1, 50):
+                    payload = {Endpoint("a", "nic"): size} if node == "a" else {}
+                    result = await net.fabric(node).collective(ring, payload, ready_s=ready_s)
+                    assert result.started_s == ready_s
+                    assert result.over_s == trio.current_time() > ready_s
+                    ready_s = result.over_s + 0.1
+
+            async with trio.open_nursery() as nursery:
+                for node in "ab":
+                    nursery.start_soon(member, node)
+
+    run_virtual(program)
 
 
 def test_a_handlers_fault_ends_the_run() -> None:

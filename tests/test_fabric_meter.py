@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulator.fabric.interface import Transfer, VirtualLane
+from emulator.fabric.interface import FREE_NIC, Transfer, VirtualLane
 from emulator.fabric.meter import Books
+from emulator.records import ExchangeRecord
 from tests.within import assert_within
 
 messages = st.lists(
@@ -67,6 +68,32 @@ def test_records_come_sorted_and_by_name() -> None:
         ("DE_LOAD", "b", 5, 2),
     ]
     assert [(t.transfer, t.src, t.payload_bytes) for t in books.received()] == [("PE_READ", "y", 8)]
+
+
+def test_exchanges_are_kept_by_ring_lane_and_size() -> None:
+    """One row each: how many, their time in all and at most, and how late they began at most; sorted."""
+    books = Books(1.0)
+    for ring, size, took_s, late_s in (
+        ("b", 2, 1.0, 0.0),
+        ("a", 9, 1.0, 0.5),
+        ("a", 3, 2.0, 0.25),
+        ("a", 3, 4.0, 0.125),
+    ):
+        books.count_exchange(ring, VirtualLane.MODEL, size, took_s, late_s)
+    assert books.exchanges() == (
+        ExchangeRecord("a", 1, 3, 2, 6.0, 4.0, 0.25),
+        ExchangeRecord("a", 1, 9, 1, 1.0, 1.0, 0.5),
+        ExchangeRecord("b", 1, 2, 1, 1.0, 1.0),
+    )
+
+
+def test_a_free_path_has_no_port() -> None:
+    """What is counted there is in no row."""
+    books = Books(1.0)
+    meter = books.port(FREE_NIC, "read", VirtualLane.KV)
+    meter.begin(0.0)
+    meter.end(1.0, 100)
+    assert books.ports(2.0) == ()
 
 
 @pytest.mark.parametrize("window_s", [0.0, -1.0, float("nan"), float("inf")])

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -596,6 +597,43 @@ async def test_waking_is_never_early_and_never_forgotten() -> None:
                     await alarm.wait_until(base + 3600)
             assert sorted(woken) == [-1.0, 0.001, 0.002, 0.0025, 0.003]
             nursery.cancel_scope.cancel()
+
+
+async def test_what_is_called_later_is_called_in_order() -> None:
+    """``call_at`` calls at its instant or later, earlier instants first, those of one instant as asked."""
+    with open_alarm() as alarm:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(alarm.run)
+            base = time.monotonic()
+            called: list[tuple[float, int]] = []
+            done = trio.Event()
+
+            def note(after_s: float, number: int) -> None:
+                assert time.monotonic() >= base + after_s
+                called.append((after_s, number))
+
+            for number, after_s in enumerate((0.02, 0.01, 0.02, -1.0, 0.01, 0.02)):
+                alarm.call_at(base + after_s, partial(note, after_s, number))
+            alarm.call_at(base + 0.03, done.set)
+            await done.wait()
+            assert called == [(-1.0, 3), (0.01, 1), (0.01, 4), (0.02, 0), (0.02, 2), (0.02, 5)]
+            nursery.cancel_scope.cancel()
+
+
+async def test_what_is_deferred_needs_no_task() -> None:
+    """A thousand deferred messages are a thousand entries of one timer."""
+    async with open_cluster() as cluster:
+        a, b = await cluster.open("a"), await cluster.open("b")
+        source = a.register("source", 1000)
+        b.register("sink", 1000)
+        await a.write(TO_B, source, whole(1))
+        tasks = trio.lowlevel.current_statistics().tasks_living
+        async with a.open_stream(TO_B, source, [whole(1)] * 1000) as stream:
+            for upto in range(1, 1001):
+                stream.release(upto, after_s=0.01)
+            await trio.lowlevel.checkpoint()
+            assert trio.lowlevel.current_statistics().tasks_living == tasks
+            await stream.wait_placed(1000)
 
 
 def test_model_time_is_stretched_wall_time() -> None:

@@ -95,7 +95,8 @@ class Exchange:
 
     def finish(self, node: str, over_s: float) -> bool:
         """All that ``node`` sends is in place, ideally at ``over_s``; whether the exchange is over now."""
-        if len(self._entries) < len(self._ring.nodes) or node in self._over_s:
+        complete = len(self._entries) == len(self._ring.nodes)
+        if not complete or node not in self._entries or node in self._over_s:
             raise ProtocolViolation(f"{node} ends an exchange of ring {self._ring.name} that is not under way")
         self._over_s[node] = over_s
         if len(self._over_s) < len(self._ring.nodes):

@@ -15,7 +15,8 @@ A lost member ends its rings for good: nobody knows which of its exchanges were 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import msgspec
@@ -58,7 +59,10 @@ class InPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Seat:
-    """This node's membership of a ring: how often it called, how far others are, what is not over."""
+    """This node's membership of a ring: how often it and others entered, and what is not over.
+
+    ``calls``: the last exchange that each other member entered. ``announced``: how many any of them did.
+    """
 
     def __init__(self, ring: Ring, node: str) -> None:
         self.ring = ring
@@ -66,7 +70,7 @@ class _Seat:
         self.entered = 0
         self.announced = Counter()
         self.open: dict[int, _Open] = {}
-        self.over = 0
+        self.calls: dict[str, int] = {}
         self.lost: Lost | None = None
 
 
@@ -220,24 +224,38 @@ class TcpRings:
             return
         if seat.lost is not None:
             return
-        if notice.index < seat.over:
-            raise ProtocolViolation(f"{peer} enters exchange {notice.index} of ring {notice.ring}, which is over")
-        self._exchange(seat, notice.index).enter(peer, Entry(notice.ready_s, notice.amount, notice.at_s))
+        with self._ending(seat):
+            if notice.index != seat.calls.get(peer, -1) + 1:
+                raise ProtocolViolation(f"{peer} enters exchange {notice.index} of ring {notice.ring} out of turn")
+            seat.calls[peer] = notice.index
+            self._exchange(seat, notice.index).enter(peer, Entry(notice.ready_s, notice.amount, notice.at_s))
         while seat.announced.value <= notice.index:
             seat.announced.bump()
 
     def _on_in_place(self, peer: str, notice: InPlace) -> None:
         seat = self._seats.get(notice.ring)
-        if seat is None or (seat.lost is None and notice.index not in seat.open):
-            raise ProtocolViolation(f"{peer} ends exchange {notice.index} of ring {notice.ring}, which is none")
-        if seat.lost is None:
+        if seat is None:
+            raise ProtocolViolation(f"{peer} ends an exchange of ring {notice.ring}, which has none")
+        if seat.lost is not None:
+            return
+        with self._ending(seat):
+            if notice.index not in seat.open:
+                raise ProtocolViolation(f"{peer} ends exchange {notice.index} of ring {notice.ring} out of turn")
             self._finish(seat, notice.index, peer, notice.over_s)
+
+    @contextmanager
+    def _ending(self, seat: _Seat) -> Iterator[None]:
+        """A notice that cannot be ends the ring as well as the connection that brought it."""
+        try:
+            yield
+        except ProtocolViolation as violation:
+            self._lose_seat(seat, violation)
+            raise
 
     def _finish(self, seat: _Seat, index: int, node: str, over_s: float) -> None:
         exchange = seat.open[index]
         if exchange.finish(node, over_s):
             del seat.open[index]
-            seat.over = max(seat.over, index + 1)
             result = exchange.exchanged()
             took_s = result.over_s - result.started_s
             size = largest(exchange.hops)
