@@ -263,7 +263,7 @@ def _kernel(
             payload[node.node, p.nic, p.direction] += p.payload_bytes
             messages[node.node, p.nic, p.direction] += p.messages
     counted = {(k.node, k.nic, k.direction) for k in kernel}
-    for port in setup.ports:
+    for port in (port for port in setup.ports if port.kind == "nic"):
         for direction in ("read", "write"):
             if (port.node, port.nic, direction) not in counted:
                 yield _Fault(f"{port.node} {port.nic} {direction}: no counters from the kernel")

@@ -27,6 +27,7 @@ __all__ = [
     "SLO",
     "Direction",
     "Goodput",
+    "Kind",
     "Port",
     "Setup",
     "Summary",
@@ -57,18 +58,23 @@ __all__ = [
 
 Role = Literal["pe", "de", "storage"]
 Direction = Literal["read", "write"]
+Kind = Literal["nic", "pcie", "dram"]
 
 PHASES = ("scheduling", "allocating", "reading", "prefill", "transfer", "first_decode")
 """The parts of TTFT, in the order in which the report lists them."""
 
 
 class Port(msgspec.Struct, frozen=True):
-    """One NIC as configured: ``rate_bps`` payload bytes per model second, in each direction."""
+    """A NIC, a GPU's PCIe link or a node's DRAM as configured: ``rate_bps`` payload bytes per model second.
+
+    In each direction, but for DRAM, which is half duplex: both directions share its rate.
+    """
 
     node: str
     nic: str
     role: Role
     rate_bps: float
+    kind: Kind = "nic"
 
     def __post_init__(self) -> None:
         if not 0 < self.rate_bps < math.inf:
@@ -76,10 +82,11 @@ class Port(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What was fixed before the run began and its figures depend on; ``ports`` are all CNICs and SNICs.
+    """What was fixed before the run began and its figures depend on.
 
+    ``ports`` are all CNICs and SNICs, and the PCIe links and DRAM that a fabric may count beside them.
     ``groups``: engines that synchronise with one another in every layer, each group as its engines' names.
-    ``de_direct``, ``ep_over``: the options of the replay; ``quota_s``: attention time of a prefill batch.
+    ``de_direct``, ``ep_over``, ``copies``: the options of the replay. ``quota_s``: attention time of a batch.
     """
 
     layout: Layout
@@ -88,6 +95,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     system: System = SYSTEMS["dualpath"]
     de_direct: bool = False
     ep_over: Literal["nvlink", "cnic"] = "nvlink"
+    copies: Literal["cnic", "cuda"] = "cnic"
     quota_s: float = EngineConfig().quota_s
     groups: tuple[tuple[str, ...], ...] = ()
 

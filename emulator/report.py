@@ -59,6 +59,13 @@ def setup_of(config: RunConfig, fabric: FabricName) -> Setup:
         # Spelt out, because mypy narrows a literal by == and not by `in`.
         assert role == "pe" or role == "de" or role == "storage", f"{shaped.node}: a NIC"  # noqa: PLR1714
         ports.append(Port(shaped.node, shaped.nic.name, role, scale.payload_rate(shaped.nic.rate_bytes_s)))
+    for member in config.members:
+        if member.role == "pe" or member.role == "de":  # noqa: PLR1714
+            dram, pcie = (
+                scale.payload_rate(gbps * 1e9 / 8) for gbps in (config.engine.dram_gbps, config.engine.pcie_gbps)
+            )
+            ports.append(Port(member.name, "dram", member.role, dram, "dram"))
+            ports += [Port(member.name, f"pcie{gpu}", member.role, pcie, "pcie") for gpu in range(member.engines)]
     return make_setup(config, deployment.layout, scale, tuple(ports), deployment.expert_groups)
 
 
@@ -74,6 +81,7 @@ def make_setup(
         system=SYSTEMS[replay.system],
         de_direct=replay.de_direct,
         ep_over=replay.ep_over,
+        copies=replay.copies,
         quota_s=config.engine.quota_s,
         groups=groups,
     )

@@ -24,7 +24,7 @@ from .errors import ConfigError, EmulatorError
 from .fabric.interface import Transfer
 from .judge import KernelPort, Verdict
 from .kvcache import Layout
-from .metrics import Port, Setup
+from .metrics import Kind, Port, Setup
 from .records import (
     BatchRecord,
     CacheRecord,
@@ -79,12 +79,13 @@ class _NodeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _PortRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One NIC: as configured (None for a NIC that the topology does not know), and its counters."""
+    """One port: as configured (None for a NIC that the topology does not know), and its counters."""
 
     node: str
     nic: str
     role: Literal["pe", "de", "storage"] | None
     rate_bps: float | None
+    kind: Kind
     counters: tuple[PortBytes, ...]
 
     def __post_init__(self) -> None:
@@ -224,9 +225,11 @@ def _port_rows(records: RunRecords, setup: Setup) -> Iterable[_PortRow]:
             counters.setdefault((node.node, p.nic), []).append(p)
     for port in setup.ports:
         found = tuple(counters.pop((port.node, port.nic), ()))
-        yield _PortRow(node=port.node, nic=port.nic, role=port.role, rate_bps=port.rate_bps, counters=found)
+        yield _PortRow(
+            node=port.node, nic=port.nic, role=port.role, rate_bps=port.rate_bps, kind=port.kind, counters=found
+        )
     for (name, nic), rows in counters.items():
-        yield _PortRow(node=name, nic=nic, role=None, rate_bps=None, counters=tuple(rows))
+        yield _PortRow(node=name, nic=nic, role=None, rate_bps=None, kind="nic", counters=tuple(rows))
 
 
 def read_run_dir(path: Path) -> FinishedRun:
@@ -278,7 +281,9 @@ def read_run_dir(path: Path) -> FinishedRun:
     )
     config = _config(path / "config.toml")
     known = tuple(
-        Port(p.node, p.nic, p.role, p.rate_bps) for p in ports if p.role is not None and p.rate_bps is not None
+        Port(p.node, p.nic, p.role, p.rate_bps, p.kind)
+        for p in ports
+        if p.role is not None and p.rate_bps is not None
     )
     setup = make_setup(config, about.layout, about.scale, known, about.groups)
     evidence = Evidence(

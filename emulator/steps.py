@@ -14,13 +14,17 @@ from .metrics import Setup, de_hit_tokens
 from .records import RequestRecord, RunRecords
 from .scale import Scale
 
-__all__ = ["STEPS", "Chunk", "as_steps", "expected_transfers", "step_payload", "steps_model_bytes"]
+__all__ = ["COPIES", "STEPS", "Chunk", "as_steps", "expected_transfers", "step_payload", "steps_model_bytes"]
 
 Chunk = tuple[int, int]
 """(cached, new) tokens of one forward of a request, as its batch records them."""
 
 STEPS = tuple(dict.fromkeys(key for t in Transfer if t is not Transfer.OTHER for key in (t.sent, *t.received)))
 """The step keys of the report: pe1..pe9, de1..de7, and the others by name, in the order of their transfers."""
+
+
+COPIES = frozenset({Transfer.PE_H2D, Transfer.PE_DE_H2D, Transfer.DE_H2D, Transfer.D2H})
+"""Between an engine's DRAM and its HBM: on no NIC where copies are CUDA's."""
 
 
 def step_payload(records: RunRecords) -> dict[str, int]:

@@ -72,17 +72,19 @@ class CnicIdle(msgspec.Struct, frozen=True):
 def utilisation(records: RunRecords, setup: Setup) -> dict[tuple[str, str, Direction], float] | None:
     """Payload carried over what the port could carry, per (node, nic, direction), over all lanes.
 
-    Time runs from the window that holds t0 to the end of the run; None when no time passed.
+    Both directions of DRAM are parts of the one rate that they share. PCIe links and DRAM are here where they were
+    counted. Time runs from the window that holds t0 to the end of the run; None when no time passed.
     """
     elapsed = records.ended_s - records.t0_s
     if elapsed <= 0:
         return None
     nodes = {n.node: n for n in records.nodes}
+    counted = {(n.node, row.nic) for n in records.nodes for row in n.ports}
     directions: tuple[Direction, Direction] = ("read", "write")
     return {
         (p.node, p.nic, d): _port_bytes(nodes[p.node], p.nic, d, records.t0_s) / (p.rate_bps * elapsed)
         for p in setup.ports
-        if p.node in nodes
+        if p.node in nodes and (p.kind == "nic" or (p.node, p.nic) in counted)
         for d in directions
     }
 
@@ -90,20 +92,23 @@ def utilisation(records: RunRecords, setup: Setup) -> dict[tuple[str, str, Direc
 def binding(records: RunRecords, setup: Setup) -> Binding | None:
     """What limits the run: of every class of ports, and of the prefill engines, the one busiest on average.
 
-    A class is a role, a kind of NIC and a direction (``pe snic write``). An engine's utilisation is the part
-    of the time in which it has a batch, waits for KV inside a batch included. Where the engines bind and most of
-    that time is attention, or waiting for an exchange of the group, the class is named ``prefill attention`` or
-    ``expert exchange``. Memory is not among the classes: a buffer is full when what empties it is slow, so that
-    it would hide what binds; what requests wait for it is ``allocating``, how full it was ``pool_peaks``.
+    A class is a role, a kind of port and a direction (``pe snic write``), or DRAM as a whole. An engine's
+    utilisation is the part of the time in which it has a batch, waits for KV inside a batch included. Where the
+    engines bind and most of that time is attention, or waiting for an exchange of the group, the class is named
+    ``prefill attention`` or ``expert exchange``. Memory's *size* is not among the classes: a buffer is full when
+    what empties it is slow, so that it would hide what binds; what requests wait for it is ``allocating``, how
+    full it was ``pool_peaks``.
     """
     ports = utilisation(records, setup)
     if ports is None:
         return None
-    roles = {(p.node, p.nic): p.role for p in setup.ports}
+    known = {(p.node, p.nic): p for p in setup.ports}
     members: defaultdict[str, dict[str, float]] = defaultdict(dict)
     for (node, nic, direction), used in ports.items():
-        kind = nic.rstrip("0123456789")
-        members[f"{roles[node, nic]} {kind} {direction}"][f"{node} {nic} {direction}"] = used
+        port = known[node, nic]
+        way = "" if port.kind == "dram" else f" {direction}"
+        row = members[f"{port.role} {nic.rstrip('0123456789')}{way}"]
+        row[f"{node} {nic}{way}"] = row.get(f"{node} {nic}{way}", 0.0) + used
     elapsed = records.ended_s - records.t0_s
     for node_record in records.nodes:
         for batch in node_record.batches:

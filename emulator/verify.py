@@ -18,7 +18,7 @@ from . import metrics
 from .balance import group_steps
 from .fabric.interface import Transfer
 from .records import BatchRecord, Decision, PortBytes, RequestRecord, RunRecords, TransferBytes
-from .steps import Chunk, as_steps, expected_transfers, step_payload
+from .steps import COPIES, Chunk, as_steps, expected_transfers, step_payload
 
 __all__ = ["INVARIANTS", "Evidence", "Finding", "Invariant", "tokens_equal", "verify"]
 
@@ -245,11 +245,14 @@ def _most_steps(r: RequestRecord, decision: Decision, chunks: list[Chunk], setup
 
 
 def _ports_carry_transfers(evidence: Evidence) -> Iterator[str]:
+    inside = {(p.node, p.nic) for p in evidence.setup.ports if p.kind != "nic"}
+    # Beside all NICs go what is free, and CUDA's copies.
+    beside = {Transfer.FREE.name, *(t.name for t in COPIES if evidence.setup.copies == "cuda")}
     for node in evidence.records.nodes:
+        nics = [p for p in node.ports if (node.node, p.nic) not in inside]
         for direction, rows in (("read", node.sent), ("write", node.received)):
-            ports = sum(p.payload_bytes for p in node.ports if p.direction == direction)
-            # What is free is moved beside all NICs.
-            transfers = sum(row.payload_bytes for row in rows if row.transfer != Transfer.FREE.name)
+            ports = sum(p.payload_bytes for p in nics if p.direction == direction)
+            transfers = sum(row.payload_bytes for row in rows if row.transfer not in beside)
             if ports != transfers:
                 yield f"{node.node} {direction}: NICs carried {ports} B, transfers moved {transfers}"
         for p in node.ports:
@@ -261,17 +264,18 @@ def _rates_kept(evidence: Evidence) -> Iterator[str]:
     # Bytes count when their message is in place, so a stretch of time can be credited with what was on its
     # way when it began: bounded by the KV of the largest request, the largest message there is. A stretch is
     # known to whole windows only, which is one more window's worth.
-    rates = {(p.node, p.nic): p.rate_bps for p in evidence.setup.ports}
+    known = {(p.node, p.nic): p for p in evidence.setup.ports}
     largest = max((r.prompt_tokens + r.output_tokens for r in evidence.records.requests), default=0)
     for node in evidence.records.nodes:
         lanes: defaultdict[tuple[str, str], list[PortBytes]] = defaultdict(list)
         for p in node.ports:
-            lanes[p.nic, p.direction].append(p)
+            port = known.get((node.node, p.nic))
+            lanes[p.nic, "both ways" if port is not None and port.kind == "dram" else p.direction].append(p)
         for (nic, direction), rows in sorted(lanes.items()):
-            rate = rates.get((node.node, nic))
-            if rate is None:
+            if (node.node, nic) not in known:
                 yield f"{node.node} {nic}: carried bytes and is not in the topology"
                 continue
+            rate = known[node.node, nic].rate_bps
             window_s = max(p.window_s for p in rows)
             allowed = rate * window_s + largest * evidence.setup.token_bytes
             surplus = worst = 0.0

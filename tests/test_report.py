@@ -71,7 +71,10 @@ def test_a_setup_follows_from_the_configuration() -> None:
     live, virtual = report.setup_of(config, "tcp"), report.setup_of(config, "fluid")
     assert live.ports == virtual.ports
     assert (live.scale.dilation, virtual.scale.dilation) == (7.0, 1.0)
-    assert len(live.ports) == len(spec.ports())
+    assert len([p for p in live.ports if p.kind == "nic"]) == len(spec.ports())
+    assert {(p.node, p.kind) for p in live.ports if p.kind != "nic"} == {
+        (node, kind) for node in ("pe0", "de0") for kind in ("dram", "pcie")
+    }
     snic = next(p for p in live.ports if (p.node, p.nic) == ("pe0", "snic0"))
     assert snic.role == "pe"
     assert_within(snic.rate_bps * float(live.scale.shrink), spec.snic_gbps * 1e9 / 8, rel=1e-9)
@@ -80,10 +83,11 @@ def test_a_setup_follows_from_the_configuration() -> None:
 def test_a_setup_knows_the_systems_switches() -> None:
     """What verification needs of the configuration is in the setup: system, options, quota."""
     spec = load_topology("1p1d")
-    replay = ReplayConfig(system="basic", de_direct=True, ep_over="cnic")
+    replay = ReplayConfig(system="basic", de_direct=True, ep_over="cnic", copies="cuda")
     config = run_config(spec, EngineConfig(quota_s=0.2), ModelConfig(), ScaleConfig(), replay)
     setup = report.setup_of(config, "fluid")
-    assert (setup.system.layerwise, setup.de_direct, setup.ep_over, setup.quota_s) == (False, True, "cnic", 0.2)
+    assert (setup.system.layerwise, setup.de_direct, setup.quota_s) == (False, True, 0.2)
+    assert (setup.ep_over, setup.copies) == ("cnic", "cuda")
 
 
 def test_figures_of_resources_are_in_model_bytes() -> None:

@@ -47,6 +47,24 @@ def test_utilisation_leaves_out_what_came_before_the_clock() -> None:
     assert used["pe0", "snic0", "write"] == 0.5
 
 
+DRAM = Port("de0", "dram", "de", 100.0, "dram")
+LINK = Port("de0", "pcie0", "de", 100.0, "pcie")
+
+
+def test_dram_is_half_duplex_and_counts_where_it_was_counted() -> None:
+    """Both ways of DRAM are parts of one rate, so its use is their sum; a PCIe link nobody counted has no use."""
+    ports = (port("dram", (40,) * 10, direction="read"), port("dram", (50,) * 10), port("snic0", (80,) * 10))
+    records, known = run(nodes=(NodeRecord(node="de0", ports=ports),)), Port("de0", "snic0", "de", 100.0)
+    used = utilisation(records, setup(known, DRAM, LINK))
+    assert used is not None
+    assert (used["de0", "dram", "read"], used["de0", "dram", "write"]) == (0.4, 0.5)
+    assert not any(nic == "pcie0" for _, nic, _ in used)
+    figure = binding(records, setup(known, DRAM, LINK))
+    assert figure is not None
+    assert (figure.resource, figure.fullest) == ("de dram", "de0 dram")
+    assert_within(figure.utilisation, 0.9, rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("attention_s", "exchange_s", "name"),
     [(5.0, 1.0, "prefill attention"), (1.0, 5.0, "expert exchange"), (3.0, 3.0, "pe compute")],

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emulator import verify
-from emulator.records import BatchRecord, Decision, NodeRecord, RequestRecord, TransferBytes
+from emulator.metrics import Port
+from emulator.records import BatchRecord, Decision, NodeRecord, PortBytes, RequestRecord, TransferBytes
 from emulator.systems import SYSTEMS, System
 from emulator.verify import Evidence
 
@@ -321,6 +322,44 @@ def test_one_token_may_take_more_than_the_quota() -> None:
         batch = BatchRecord("pe0/1", 0, ("a", "b")[: len(shape)], shape, 0.0, 1.0, predicted_s=9.0)
         over = replace_node(made, "pe0", batches=(*node(made, "pe0").batches, batch))
         assert next(f for f in verify.verify(over) if f.invariant == "quota kept").ok is ok
+
+
+def inside(made: Evidence, name: str, kind: str, rate_bps: float) -> Evidence:
+    """DRAM or a PCIe link of de0 is known and has counted 1,000 B a second each way for 100 s."""
+    port = Port("de0", name, "de", rate_bps, kind)  # type: ignore[arg-type]
+    rows = tuple(
+        PortBytes(name, way, 2, 100_000, 100, 100.0, 1.0, (1_000,) * 100)
+        for way in ("read", "write")
+    )
+    wider = replace_node(made, "de0", ports=(*node(made, "de0").ports, *rows))
+    return msgspec.structs.replace(
+        wider, setup=msgspec.structs.replace(made.setup, ports=(*made.setup.ports, port))
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate_bps", "ok"), [("dram", 2_000, True), ("dram", 1_500, False), ("pcie", 1_500, True)]
+)
+def test_what_is_inside_a_node_has_a_rate_and_is_no_nic(kind: str, rate_bps: float, ok: bool) -> None:
+    """DRAM's two ways share its rate, PCIe's do not; neither adds to what NICs carried."""
+    broken = [f.invariant for f in verify.verify(inside(evidence(), f"{kind}0", kind, rate_bps)) if not f.ok]
+    assert broken == ([] if ok else ["rates kept"])
+
+
+def test_cudas_copies_cross_no_nic() -> None:
+    """Copies between an engine's DRAM and HBM are on NICs, or on none where they are CUDA's."""
+    made = evidence()
+    cuda = msgspec.structs.replace(made, setup=msgspec.structs.replace(made.setup, copies="cuda"))
+    assert [f.invariant for f in verify.verify(cuda) if not f.ok] == ["ports carry transfers"]
+    copies = sum(t.payload_bytes for t in node(made, "de0").sent if t.transfer in ("PE_DE_H2D", "DE_H2D", "D2H"))
+    for way in ("read", "write"):
+        at, port = next(
+            (i, p) for i, p in enumerate(node(cuda, "de0").ports) if (p.nic, p.direction) == ("cnic1", way)
+        )
+        left = port.payload_bytes - copies
+        cuda = row(cuda, "de0", "ports", at, payload_bytes=left, windows=(left,))
+    finding = next(f for f in verify.verify(cuda) if f.invariant == "ports carry transfers")
+    assert "de0" not in finding.detail and "pe0 read" in finding.detail
 
 
 def test_groups_that_span_nodes_and_a_stress_may_use_cnics() -> None:

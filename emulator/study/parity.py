@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import msgspec
 
 from .. import metrics
-from ..records import RunRecords
+from ..records import PortBytes, RunRecords
 from ..steps import step_payload
 from ..verify import Evidence
 
@@ -115,8 +115,13 @@ def _ports(evidence: Evidence) -> dict[str, Hashable]:
         f"{node.node} {p.nic} {p.direction} lane {p.lane}": p.payload_bytes
         for node in evidence.records.nodes
         for p in node.ports
-        if p.payload_bytes
+        if p.payload_bytes and _is_nic(p)
     }
+
+
+def _is_nic(port: PortBytes) -> bool:
+    """What both fabrics have; virtual time alone counts what crosses DRAM and PCIe."""
+    return port.nic.startswith(("cnic", "snic"))
 
 
 def _jct(first: Evidence, second: Evidence, tolerance: float) -> ParityFinding:
@@ -157,6 +162,6 @@ def _node_bytes(records: RunRecords) -> Counter[str]:
     """Payload bytes of all NICs of a node, by direction."""
     total: Counter[str] = Counter()
     for node in records.nodes:
-        for p in node.ports:
+        for p in filter(_is_nic, node.ports):
             total[f"{node.node} {p.direction}"] += p.payload_bytes
     return total
