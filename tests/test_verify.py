@@ -327,10 +327,7 @@ def test_one_token_may_take_more_than_the_quota() -> None:
 def inside(made: Evidence, name: str, kind: str, rate_bps: float) -> Evidence:
     """DRAM or a PCIe link of de0 is known and has counted 1,000 B a second each way for 100 s."""
     port = Port("de0", name, "de", rate_bps, kind)  # type: ignore[arg-type]
-    rows = tuple(
-        PortBytes(name, way, 2, 100_000, 100, 100.0, 1.0, (1_000,) * 100)
-        for way in ("read", "write")
-    )
+    rows = tuple(PortBytes(name, way, 2, 100_000, 100, 100.0, 1.0, (1_000,) * 100) for way in ("read", "write"))
     wider = replace_node(made, "de0", ports=(*node(made, "de0").ports, *rows))
     return msgspec.structs.replace(
         wider, setup=msgspec.structs.replace(made.setup, ports=(*made.setup.ports, port))
