@@ -82,7 +82,7 @@ class Deployment:
         if self.system.pool and not self.pool_blocks:
             block_gb = self.scale.model_bytes(self.layout.full_block_bytes) / GB
             raise ConfigError(
-                f"[engine] pool_gb = {config.engine.pool_gb}: expected room for a block, which is {block_gb:.3g} GB"
+                f"[engine] pool_gb = {config.engine.pool_gb}: expected room for a block of {block_gb:.3g} GB"
             )
 
     @property
@@ -112,6 +112,8 @@ class Deployment:
             snic_model_bps=max(member.snic_bytes_s for member in self.config.members if member.role == "pe"),
             alpha_s=engine.alpha_s,
             beta_s=engine.beta_s,
+            quota_s=engine.quota_s,
+            batch_tokens=engine.batch_tokens,
         )
 
     @cached_property

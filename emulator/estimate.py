@@ -72,15 +72,24 @@ def _hit_blocks(trajectory: Trajectory, block_tokens: int, warm: bool) -> list[i
 
 
 def _serial_s(deployment: Deployment, trajectory: Trajectory, hits: list[int], block_s: float) -> float:
-    """One trajectory alone: read, prefill, decode, think, turn after turn."""
+    """One trajectory alone: read, prefill, decode, think, turn after turn.
+
+    The experts of a group share its tokens evenly, and attention may be faster than the formula by what the
+    hardware deviates.
+    """
+    costs, layers = deployment.costs, deployment.shape.layers
+    fastest = 1 - deployment.config.engine.hardware_deviation
+    pe_gpus, de_gpus = (len(engines) for engines in deployment.expert_groups or (("",), ("",)))
     total_s = trajectory.turns[0].arrival_s or 0.0
     thinks = deployment.config.replay.think == "trace"
-    layers = deployment.shape.layers
     for turn, blocks in zip(trajectory.turns, hits, strict=True):
         cached = deployment.hit_tokens(blocks)
-        batch = [(cached, turn.prompt_tokens - cached)]
+        new = turn.prompt_tokens - cached
         middle = turn.prompt_tokens + turn.output_tokens // 2
-        total_s += blocks * block_s + layers * deployment.costs.prefill_layer_s(batch)
-        total_s += turn.output_tokens * deployment.costs.decode_step_s([middle])
+        prefill_s = layers * (
+            fastest * costs.attention_layer_s([(cached, new)]) + costs.rest_layer_s(new / pe_gpus)
+        )
+        step_s = costs.decode_attention_s([middle]) + costs.decode_rest_s(1 / de_gpus)
+        total_s += blocks * block_s + prefill_s + turn.output_tokens * step_s
         total_s += turn.think_s if thinks else 0.0
     return total_s

@@ -16,8 +16,9 @@ from topology.spec import AddressPlan, ClusterSpec
 from .config import EngineConfig, Member, ModelConfig, ReplayConfig, RunConfig, ScaleConfig
 from .deployment import Deployment
 from .errors import ConfigError
+from .fabric.interface import VirtualLane
 
-__all__ = ["cluster_spec", "emulated_rates", "members_of", "model_file", "run_config"]
+__all__ = ["cluster_spec", "emulated_rates", "lane_map", "members_of", "model_file", "run_config"]
 
 
 def members_of(spec: ClusterSpec) -> tuple[Member, ...]:
@@ -93,3 +94,8 @@ def emulated_rates(run: RunConfig) -> dict[tuple[str, str], float]:
         (port.node, port.nic.name): scale.emulated_rate(port.nic.rate_bytes_s)
         for port in cluster_spec(run).ports()
     }
+
+
+def lane_map(replay: ReplayConfig) -> dict[VirtualLane, VirtualLane]:
+    """Which lane really carries what is asked to go on another: without lanes everything shares that of KV."""
+    return {} if replay.qos == "lanes" else {VirtualLane.MODEL: VirtualLane.KV}

@@ -11,17 +11,21 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
+from topology.lanes import LaneShares
+
 from .config import RunConfig
 from .deployment import Deployment
 from .errors import ConfigError, reported
 from .fabric.clock import run_virtual
 from .fabric.fluid import FluidNetwork, open_fluid
-from .plan import emulated_rates
+from .fabric.interface import VirtualLane
+from .fabric.maxmin import LaneRule
+from .plan import cluster_spec, emulated_rates, lane_map
 from .records import Decisions, RunRecords
 from .serving import open_role
 from .workload import Workload
 
-__all__ = ["simulate"]
+__all__ = ["fluid_network", "lane_rules", "simulate"]
 
 HORIZON_S = 1e7
 """Model seconds after which a simulation counts as one that does not end: four months."""
@@ -70,18 +74,46 @@ def _check_horizon(config: RunConfig, workload: Workload) -> None:
         )
 
 
+def fluid_network(config: RunConfig) -> FluidNetwork:
+    """The cluster's network in virtual time: every NIC as shaped, every serving node's DRAM, and PCIe where it
+    binds.
+
+    ``config`` is not dilated, so that an emulated rate is payload bytes per model second. A GPU's PCIe link is
+    faster than its CNIC and carries nothing else, so that it is left out unless CUDA copies go over it.
+    """
+    scale, engine = Deployment(config).scale, config.engine
+    serving = [member for member in config.members if member.role in ("pe", "de")]
+    pcie = {}
+    if config.replay.copies == "cuda":
+        rate = scale.payload_rate(engine.pcie_gbps * 1e9 / 8)
+        pcie = {(member.name, f"cnic{gpu}"): rate for member in serving for gpu in range(member.engines)}
+    return FluidNetwork(
+        emulated_rates(config),
+        nodes=[member.name for member in config.members],
+        shares=lane_rules(cluster_spec(config).lanes),
+        rpc_latency_s=engine.rpc_latency_s,
+        lane_map=lane_map(config.replay),
+        dram={member.name: scale.payload_rate(engine.dram_gbps * 1e9 / 8) for member in serving},
+        pcie=pcie,
+    )
+
+
+def lane_rules(shares: LaneShares) -> dict[VirtualLane, LaneRule]:
+    """The shares of the shaped links as the fluid fabric takes them."""
+    return {
+        VirtualLane.MODEL: LaneRule(shares.high, shares.high_borrowing.prio),
+        VirtualLane.KV: LaneRule(shares.kv, shares.kv_borrowing.prio),
+        VirtualLane.CONTROL: LaneRule(shares.control, shares.control_borrowing.prio),
+    }
+
+
 async def _simulate(
     config: RunConfig,
     workload: Workload,
     decisions: Decisions | None,
     on_progress: Callable[[int, int], None] | None,
 ) -> RunRecords:
-    # Without dilation an emulated rate is payload bytes per model second, which is what the fluid wants.
-    network = FluidNetwork(
-        emulated_rates(config),
-        nodes=[member.name for member in config.members],
-        rpc_latency_s=config.engine.rpc_latency_s,
-    )
+    network = fluid_network(config)
     async with open_fluid(network), AsyncExitStack() as stack:
         roles = {
             member.name: await stack.enter_async_context(

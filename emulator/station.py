@@ -30,7 +30,7 @@ from .errors import EmulatorError, PeerLost, ProtocolViolation, leaf_errors
 from .fabric.interface import Endpoint, Fabric, Side, VirtualLane
 from .fabric.wallclock import WallClock
 from .logs import configure_logs
-from .plan import cluster_spec, emulated_rates
+from .plan import cluster_spec, emulated_rates, lane_map
 from .records import Decisions, HostSample
 
 __all__ = ["fault_of", "lateness_summary", "serve_station"]
@@ -195,6 +195,7 @@ class _Station:
                 clock,
                 rpc_latency_s=run.engine.rpc_latency_s,
                 rates={nic: rate for (node, nic), rate in emulated_rates(run).items() if node == self._name},
+                lane_map=lane_map(run.replay),
             ) as fabric,
             trio.open_nursery() as nursery,
         ):
