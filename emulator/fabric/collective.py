@@ -94,10 +94,13 @@ class Exchange:
         return max(self.started_s, latency_s + max(entry.at_s for entry in self._entries.values()))
 
     def finish(self, node: str, over_s: float) -> bool:
-        """All that ``node`` sends is in place, ideally at ``over_s``; whether the exchange is over now."""
-        complete = len(self._entries) == len(self._ring.nodes)
-        if not complete or node not in self._entries or node in self._over_s:
-            raise ProtocolViolation(f"{node} ends an exchange of ring {self._ring.name} that is not under way")
+        """All that ``node`` sends is in place, ideally at ``over_s``; whether the exchange is over now.
+
+        The news of it may be faster than that of another's entry. ProtocolViolation where ``node`` itself has
+        not entered, or has ended.
+        """
+        if node not in self._entries or node in self._over_s:
+            raise ProtocolViolation(f"{node} ends an exchange of ring {self._ring.name} that it is not in")
         self._over_s[node] = over_s
         if len(self._over_s) < len(self._ring.nodes):
             return False

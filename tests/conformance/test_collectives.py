@@ -326,26 +326,37 @@ def test_an_exchange_takes_its_slowest_ports_time(kind: Kind) -> None:
     async def law(bed: Bed) -> None:
         size = 256 * KIB
         payload = {"pe0": {at("pe0", "gpu"): size}, "pe1": {at("pe1", "gpu"): size // 4}}
-        for late_s in (0.0, 0.2):
-            ready = bed.now() + 0.1
-            results = await together(
-                bed, TWO, payload, ready_s={"pe0": ready, "pe1": ready}, enter_s={"pe1": bed.now() + late_s}
-            )
-            took = results["pe0"].over_s - results["pe0"].started_s
-            assert results["pe0"].started_s == ready
-            assert_within(took, size / RATE, rel=bed.tolerance, absolute=0.1 * bed.jitter_s, what=f"{late_s} late")
-            assert bed.now() + 1e-9 >= ready + max(0.0, late_s - 0.1) + size / RATE * (1 - bed.tolerance)
+        for late_s in (0.0, 0.1):
+            taken = []
+            for _ in range(4):
+                ready = bed.now() + 2 * RPC_LATENCY_S
+                entered = {"pe1": ready + late_s} if late_s else {}
+                results = await together(
+                    bed, TWO, payload, ready_s={"pe0": ready, "pe1": ready - 0.01}, enter_s=entered
+                )
+                assert results["pe0"].started_s == ready
+                taken.append(results["pe0"].over_s - ready)
+                earliest_s = ready + (late_s + RPC_LATENCY_S if late_s else 0.0) + taken[-1]
+                assert bed.now() >= earliest_s - bed.tolerance * size / RATE
+            # Whatever else the host does delays an exchange, and hastens none.
+            slack_s = 0.1 * bed.jitter_s
+            assert_within(min(taken), size / RATE, rel=bed.tolerance, absolute=slack_s, what=f"{late_s} s late")
             for node in TWO.nodes:
                 latest_s = max(record.late_s for record in bed.fabrics[node].exchanges())
-                expected_s = 0.1 + RPC_LATENCY_S if late_s else 0.0
-                assert_within(latest_s, expected_s, absolute=bed.jitter_s, what=f"how late {node} was")
+                expected_s = late_s + RPC_LATENCY_S if late_s else 0.0
+                assert_within(latest_s, expected_s, absolute=2 * bed.jitter_s, what=f"how late {node} was")
 
     run_law(kind, law)
 
 
 @SHAPED
 def test_lateness_does_not_add_up(kind: Kind) -> None:
-    """A forward of thirty layers, computing and exchanging in turn, takes in ideal time what its parts take."""
+    """A forward of thirty layers, computing and exchanging in turn, takes in ideal time what its parts take.
+
+    Each exchange really begins late here, because news takes longer than a layer computes. If that were in the
+    ideal time it would be half a second more; what may be in it is the receiver's waking up (measured: a
+    millisecond on a busy host, and a twentieth less than size/rate for the burst of a shaped link).
+    """
 
     async def law(bed: Bed) -> None:
         layers, compute_s, size = 30, 0.004, 128 * KIB
@@ -365,7 +376,10 @@ def test_lateness_does_not_add_up(kind: Kind) -> None:
                 nursery.start_soon(member, node)
         assert ends["pe0"] == ends["pe1"]
         ideal = layers * (compute_s + size / RATE)
-        assert_within(ends["pe0"] - started_s, ideal, rel=bed.tolerance, what="thirty layers")
+        slack_s = layers * 0.1 * bed.jitter_s
+        assert_within(ends["pe0"] - started_s, ideal, rel=bed.tolerance, absolute=slack_s, what="thirty layers")
+        late_s = max(record.late_s for record in bed.fabrics["pe0"].exchanges())
+        assert late_s > (layers - 1) * (RPC_LATENCY_S - compute_s - size / RATE * (1 + bed.tolerance))
 
     run_law(kind, law)
 
@@ -378,20 +392,21 @@ def test_kv_does_not_delay_an_exchange(kind: Kind) -> None:
     """
 
     async def law(bed: Bed) -> None:
-        size, rounds = 256 * KIB, 6
+        size, rounds = 256 * KIB, 8
         payload = {node: {at(node, "gpu"): size} for node in TWO.nodes}
 
-        async def times() -> list[float]:
+        async def quickest() -> float:
+            """Of several: whatever else the host does delays some, and what lanes do not hold back delays all."""
             taken = []
             for _ in range(rounds):
                 ready = bed.now() + 2 * RPC_LATENCY_S
                 results = await together(bed, TWO, payload, ready_s=dict.fromkeys(TWO.nodes, ready))
                 taken.append(results["pe0"].over_s - results["pe0"].started_s)
-            return sorted(taken)
+            return min(taken)
 
         kernel = bed.kernel_bytes
         before = kernel("high", "pe0", "read") if kernel is not None else 0
-        alone = (await times())[rounds // 2]
+        alone = await quickest()
         if kernel is not None:
             wire = (kernel("high", "pe0", "read") - before) * SEGMENT_PAYLOAD / SEGMENT_WIRE
             assert_within(wire, rounds * size, rel=0.02, what="bytes on the high lane")
@@ -406,7 +421,7 @@ def test_kv_does_not_delay_an_exchange(kind: Kind) -> None:
             for src, dst in (("pe0", "pe1"), ("pe1", "pe0"), ("de0", "pe0"), ("de0", "pe1")):
                 nursery.start_soon(backlog, src, dst)
             await bed.fabrics["pe0"].sleep(0.2)
-            loaded = (await times())[rounds // 2]
+            loaded = await quickest()
             nursery.cancel_scope.cancel()
         assert loaded <= 1.1 * alone, f"{loaded:.6f} s with KV, {alone:.6f} s alone"
 
