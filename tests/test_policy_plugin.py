@@ -233,10 +233,17 @@ def test_an_endless_answer_is_too_long(written: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("caught", ["Exception", "BaseException"])
-@pytest.mark.parametrize("does", ["sum(range(10))", "__import__('time').sleep(1000)"])
+@pytest.mark.parametrize("does", ["sum(range(10))", "sleep(1000)"])
 def test_catching_everything_is_no_way_to_go_on(written: Callable[..., Path], caught: str, does: str) -> None:
     """A loop that goes on after every exception is ended all the same."""
-    lines = ("", "while True:", "    try:", f"        {does}", f"    except {caught}:", "        pass")
+    lines = (
+        "from time import sleep",
+        "while True:",
+        "    try:",
+        f"        {does}",
+        f"    except {caught}:",
+        "        pass",
+    )
     policy = load_policy(written(assign=("\n" + 8 * " ").join(lines)), SETUP, limit_s=SOON_S)
     with pytest.raises(PolicyError, match="no answer within"):
         policy.assign_prefill(QUEUE, ENGINES)

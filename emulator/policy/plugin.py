@@ -35,12 +35,8 @@ T = TypeVar("T")
 ANSWER_LIMIT_S = 5.0
 """Seconds of wall time after which a policy counts as not answering."""
 
-AGAIN_S = 5e-5
-"""A late policy may catch the exception that is to end it, in a loop even. So it gets more of them, so soon that
-one comes while it is between two attempts."""
-
-PARTING_S = 0.5
-"""For how long a thread that is late is told so, before it is left behind."""
+GRACE_S, ATTEMPTS = 0.05, 10
+"""How long a late policy may take to come to its end before it is told again, and how often another thread is."""
 
 SHOWN = 4
 """Names of what was offered that a message lists."""
@@ -48,6 +44,7 @@ SHOWN = 4
 METHODS = ("assign_prefill", "route_decode", "assign_decode", "choose_path")
 
 Method = Callable[..., Any]
+TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
 def load_policy(path: Path, setup: PolicySetup, *, limit_s: float = ANSWER_LIMIT_S) -> Policy:
@@ -203,31 +200,56 @@ class _File:
 
 def _alarmed(call: Callable[[], T], limit_s: float) -> T:
     """The result of ``call`` in the main thread; _Late out of it, wherever it is, after ``limit_s``."""
-    fired = False
+    late: _Late | None = None
 
     def alarm(_signum: int, frame: FrameType | None) -> None:
-        nonlocal fired
-        again, fired = fired, True
-        # A repeated alarm is for code that caught the first one; our own is on its way out already.
-        if not again or (frame is not None and frame.f_code.co_filename != __file__):
-            raise _Late(frame)
+        nonlocal late
+        if late is None:
+            late = _Late(frame)
+        elif frame is None or frame.f_code.co_filename == __file__:
+            return
+        else:
+            _raise_at_next_line(frame, late)
+        raise late
 
-    handler = signal.getsignal(signal.SIGALRM)
+    handler, tracer = signal.getsignal(signal.SIGALRM), sys.gettrace()
     delay_s, interval_s = signal.getitimer(signal.ITIMER_REAL)
     began_s = time.monotonic()
     signal.signal(signal.SIGALRM, alarm)
     try:
         try:
-            signal.setitimer(signal.ITIMER_REAL, limit_s, AGAIN_S)
+            signal.setitimer(signal.ITIMER_REAL, limit_s, GRACE_S)
             return call()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.settrace(tracer)
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
         if delay_s:
             left_s = delay_s - (time.monotonic() - began_s)
             signal.setitimer(signal.ITIMER_REAL, max(left_s, 1e-6), interval_s)
+        if late is not None:
+            # Whatever came of it on its way out: an exception of a lock that it left, or even an answer.
+            raise late
+
+
+def _raise_at_next_line(frame: FrameType, error: BaseException) -> None:
+    """Have ``error`` raised at the next line of ``frame`` or of a caller, be it the first one of a handler.
+
+    Code that goes on after every exception catches what is raised inside its ``try``, but not this.
+    """
+
+    def trace(_frame: FrameType, event: str, _arg: object) -> TraceFunction:
+        if event == "line":
+            raise error
+        return trace
+
+    for at, _ in traceback.walk_stack(frame):
+        if at.f_code.co_filename == __file__:
+            break
+        at.f_trace = trace
+    sys.settrace(trace)
 
 
 def _apart(call: Callable[[], T], limit_s: float) -> T:
@@ -247,10 +269,11 @@ def _apart(call: Callable[[], T], limit_s: float) -> T:
     if thread.is_alive():
         assert thread.ident is not None
         late = _Late(sys._current_frames().get(thread.ident))
-        until_s = time.monotonic() + PARTING_S
-        while thread.is_alive() and time.monotonic() < until_s:
+        for _ in range(ATTEMPTS):
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Late))
-            thread.join(AGAIN_S)
+            thread.join(GRACE_S)
+            if not thread.is_alive():
+                break
         raise late
     if errors:
         raise errors[0]
