@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import signal
@@ -194,7 +195,7 @@ def test_a_program_that_goes_on_is_not_interrupted() -> None:
 
     async def slow() -> None:
         until = time.monotonic() + 1.2
-        while time.monotonic() < until:
+        for _ in itertools.takewhile(lambda _: time.monotonic() < until, itertools.count()):
             await trio.sleep(1e-3)
 
     run_virtual(slow, stall_s=0.5)
