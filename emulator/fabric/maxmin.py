@@ -102,7 +102,8 @@ def _with_laneless(
     laneless: frozenset[int],
 ) -> list[float]:
     """Three allocations: what each flow could get of the laned ports, its fair part of the others within that,
-    and the laned ports anew within those parts. A bound on a flow is a port of its own.
+    and the laned ports anew within those parts. A bound on a flow is a port of its own. Where the first asks no
+    more of the ports without lanes than they have, as memory mostly has enough, it is the answer.
     """
     held = [tuple(port for port in flow.ports if port in laneless) for flow in flows]
     laned = [tuple(port for port in flow.ports if port not in laneless) for flow in flows]
@@ -114,6 +115,12 @@ def _with_laneless(
 
     alone = [min(capacity[port] / held[i].count(port) for port in held[i]) for i in own]
     wanted = within(alone)
+    asked = dict.fromkeys(laneless, 0.0)
+    for i in own:
+        for port in held[i]:
+            asked[port] += wanted[i]
+    if all(load <= capacity[port] for port, load in asked.items()):
+        return wanted
     parts = max_min([(*held[i], own[i]) for i in own], [*capacity, *(wanted[i] for i in own)])
     rates = within(parts)
     room = list(capacity)
