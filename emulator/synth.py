@@ -1,4 +1,4 @@
-"""Workloads made from a seed, for when there is no trace: the paper's agents, and a storage-bound extreme.
+"""Workloads made from a seed, for when there is no trace: the paper's agents, and two extremes.
 
 Pure: the same arguments give the same workload. Nothing here is a recording; what is imitated, and how well,
 is said at each function and held by tests.
@@ -14,7 +14,7 @@ import numpy as np
 from .errors import ConfigError
 from .workload import Stream, Trajectory, Turn, Workload, seed_of
 
-__all__ = ["AGENTIC_SETS", "AgenticSet", "synth_agentic", "synth_io_bound"]
+__all__ = ["AGENTIC_SETS", "AgenticSet", "synth_agentic", "synth_hbm_bound", "synth_io_bound"]
 
 FIRST_PROMPT = 4_000
 """Mean tokens of a first prompt: task and tools (the study of the paper's numbers, lesson 1)."""
@@ -97,19 +97,65 @@ def synth_io_bound(
     """
     _positive("trajectories", trajectories)
     _positive("turns", turns)
-    for name, (low, high) in (("first_prompt", first_prompt), ("append", append), ("gen", gen)):
-        if not 1 <= low <= high:
-            raise ConfigError(f"{name} {low} to {high}: expected 1 <= low <= high")
+    _ranges(first_prompt=first_prompt, append=append, gen=gen)
     rng = np.random.default_rng([seed, 0x10B])
     made = []
     for index in range(trajectories):
         context, rounds = 0, []
         for turn in range(turns):
-            prompt = context + int(rng.integers(*(append if turn else first_prompt), endpoint=True))
-            rounds.append(Turn(prompt, int(rng.integers(*gen, endpoint=True)), arrival_s=None if turn else 0.0))
+            prompt = context + _uniform(rng, append if turn else first_prompt)
+            rounds.append(Turn(prompt, _uniform(rng, gen), arrival_s=None if turn else 0.0))
             context = rounds[-1].total_tokens
         made.append(_of_rounds(f"agent{index}", seed, rounds))
     return Workload(tuple(made), f"io-bound-seed{seed}")
+
+
+def synth_hbm_bound(
+    seed: int,
+    trajectories: int,
+    turns: int,
+    *,
+    first_prompt: tuple[int, int] = (76_000, 80_000),
+    append: tuple[int, int] = (64, 200),
+    long_append: tuple[int, int] = (1_500, 2_500),
+    long_share: float = 0.25,
+    gen: tuple[int, int] = (2, 8),
+) -> Workload:
+    """Agents whose contexts are so long that few fit a GPU whole, most appends short and some a whole file.
+
+    All GPUs of an expert-parallel group step together, so that a forward with a long append holds up all; what
+    has been read for the others meanwhile waits for the next forward, and can only join it where HBM has room.
+    Lengths are uniform over the given ranges, both ends included; of the turns after the first, ``long_share``
+    take ``long_append``. Meant for a warm store. Raises ConfigError for counts below one, for empty ranges, and
+    for a share beyond 0 to 1.
+    """
+    _positive("trajectories", trajectories)
+    _positive("turns", turns)
+    _ranges(first_prompt=first_prompt, append=append, long_append=long_append, gen=gen)
+    if not 0 <= long_share <= 1:
+        raise ConfigError(f"long_share {long_share}: expected 0 to 1")
+    rng = np.random.default_rng([seed, 0x4B])
+    made = []
+    for index in range(trajectories):
+        context, rounds = 0, []
+        for turn in range(turns):
+            span = first_prompt
+            if turn:
+                span = long_append if rng.random() < long_share else append
+            rounds.append(Turn(context + _uniform(rng, span), _uniform(rng, gen), arrival_s=None if turn else 0.0))
+            context = rounds[-1].total_tokens
+        made.append(_of_rounds(f"agent{index}", seed, rounds))
+    return Workload(tuple(made), f"hbm-bound-seed{seed}")
+
+
+def _ranges(**ranges: tuple[int, int]) -> None:
+    for name, (low, high) in ranges.items():
+        if not 1 <= low <= high:
+            raise ConfigError(f"{name} {low} to {high}: expected 1 <= low <= high")
+
+
+def _uniform(rng: np.random.Generator, span: tuple[int, int]) -> int:
+    return int(rng.integers(*span, endpoint=True))
 
 
 def _positive(name: str, value: int) -> None:

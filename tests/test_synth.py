@@ -8,9 +8,11 @@ from importlib import resources
 import numpy as np
 import pytest
 
+from emulator.config import EngineConfig
 from emulator.errors import ConfigError
+from emulator.models.shape import load_shape
 from emulator.samples import SAMPLES, load_sample, make_sample
-from emulator.synth import AGENTIC_SETS, synth_agentic, synth_io_bound
+from emulator.synth import AGENTIC_SETS, synth_agentic, synth_hbm_bound, synth_io_bound
 from emulator.traces import native_bytes
 from emulator.workload import Workload, workload_stats
 
@@ -65,6 +67,7 @@ def test_a_seed_decides_everything() -> None:
     """Equal seeds give equal workloads, other seeds other lengths and tokens."""
     assert synth_agentic(1, 3) == synth_agentic(1, 3)
     assert synth_io_bound(1, 3, 2) == synth_io_bound(1, 3, 2)
+    assert synth_hbm_bound(1, 3, 2) == synth_hbm_bound(1, 3, 2)
     first, second = synth_io_bound(1, 1, 1), synth_io_bound(2, 1, 1)
     assert not np.array_equal(first.trajectories[0].prompt(0)[:64], second.trajectories[0].prompt(0)[:64])
 
@@ -79,6 +82,23 @@ def test_io_bound_lengths_stay_in_their_ranges() -> None:
         assert all(1 <= turn.output_tokens <= 16 for turn in trajectory.turns)
 
 
+def test_hbm_bound_appends_are_short_or_long() -> None:
+    """Every append is in one of the two ranges, and the long ones come up as often as asked."""
+    workload = synth_hbm_bound(3, 200, 6, append=(64, 200), long_append=(1_500, 2_500), long_share=0.25)
+    appends = [t.append_tokens(turn) for t in workload.trajectories for turn in range(1, 6)]
+    assert all(64 <= append <= 200 or 1_500 <= append <= 2_500 for append in appends)
+    # 1,000 draws: a standard deviation of 1.4 points.
+    assert_within(sum(append >= 1_500 for append in appends) / len(appends), 0.25, absolute=0.05, what="long")
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_share_of_none_or_all_is_none_or_all(share: float) -> None:
+    """At the ends of its range the share decides every append."""
+    workload = synth_hbm_bound(1, 10, 4, long_share=share)
+    appends = [t.append_tokens(turn) for t in workload.trajectories for turn in range(1, 4)]
+    assert {append >= 1_500 for append in appends} == {bool(share)}
+
+
 def test_what_cannot_be_made_is_refused() -> None:
     """Counts, scales and ranges that make no workload are one clear line."""
     refused: list[tuple[Callable[[], object], str]] = [
@@ -88,6 +108,9 @@ def test_what_cannot_be_made_is_refused() -> None:
         (lambda: synth_agentic(1, 1, scale=float("nan")), "scale nan"),
         (lambda: synth_io_bound(1, 1, 0), "turns 0"),
         (lambda: synth_io_bound(1, 1, 1, gen=(5, 4)), "gen 5 to 4"),
+        (lambda: synth_hbm_bound(1, 1, 1, long_append=(9, 8)), "long_append 9 to 8"),
+        (lambda: synth_hbm_bound(1, 1, 1, long_share=float("nan")), "long_share nan"),
+        (lambda: synth_hbm_bound(1, 0, 1), "trajectories 0"),
         (lambda: load_sample("agentik"), "sample 'agentik'"),
     ]
     for act, said in refused:
@@ -121,3 +144,10 @@ def test_the_io_bound_sample_reads_much_and_generates_little() -> None:
     assert 1 < max(turn.output_tokens for turn in turns) <= 16
     later = [t.append_tokens(index) for t in workload.trajectories for index in range(1, len(t.turns))]
     assert max(later) <= 200
+
+
+def test_one_hbm_bound_context_fits_a_gpu_and_two_do_not() -> None:
+    """Whole, as without layerwise prefill: every context is over half of a PE's HBM by default, none over all."""
+    hbm_tokens = EngineConfig().pe_hbm_kv_gb * 1e9 / load_shape("ds660b").kv_bytes_per_token
+    prompts = [turn.prompt_tokens for t in load_sample("hbm-bound").trajectories for turn in t.turns]
+    assert hbm_tokens / 2 < min(prompts) <= max(prompts) < hbm_tokens
