@@ -4,22 +4,28 @@ A turn arrives when its predecessor's last token is out (plus think time) or, wh
 before its own arrival; it is submitted once its predecessor's last block is committed, so that it hits all that
 was generated. A trajectory whose turn is refused cannot go on: its later turns are cancelled, and counted. Any
 other error, of whichever node, ends the run.
+
+With a ``request_timeout_s`` a turn that is not settled in time is given up: whoever has it is told, and the agent
+waits until nothing of it is under way. It is cancelled, and so are its trajectory's later turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import trio
 
 from .decisions import check_decisions
 from .deployment import Deployment, engine_node, join_ids
-from .errors import ConfigError, Refused
-from .fabric.interface import Fabric
+from .errors import ConfigError, Refused, Withdrawn
+from .fabric.interface import Fabric, Method
 from .kvcache import BlockId, KeyChain
 from .messages import (
+    CANCEL,
     COMMITTED,
     PUT,
     REPLAY_BATCHES,
@@ -27,13 +33,14 @@ from .messages import (
     SERVE,
     SETTLED,
     SUBMIT,
+    Assignment,
     Batches,
+    Cancel,
     Committed,
     Decided,
     PlannedBatch,
     Put,
     Serve,
-    Served,
     Settle,
     Submit,
 )
@@ -43,6 +50,9 @@ from .records import Decisions, RequestRecord, Status
 from .workload import Trajectory, Workload, request_id
 
 __all__ = ["Client", "Replayed"]
+
+Q = TypeVar("Q", bound=msgspec.Struct)
+A = TypeVar("A", bound=msgspec.Struct)
 
 Replayed = tuple[float, float, tuple[RequestRecord, ...]]
 """(when the clock started, when the last request settled, all records in trace order)."""
@@ -57,6 +67,7 @@ class Client:
         self._backend = backend
         self._records: dict[str, RequestRecord] = {}
         self._agents: dict[str, _Agent] = {}
+        self._requests: dict[str, _Request] = {}
         self._on_progress: Callable[[int, int], None] = lambda done, total: None
         self._total = 0
 
@@ -83,9 +94,16 @@ class Client:
         async with trio.open_nursery() as nursery:
             for trajectory in workload.trajectories:
                 agent = self._agents[trajectory.id]
-                nursery.start_soon(self._follow, agent, t0_s, name=f"agent {trajectory.id}")
+                nursery.start_soon(self._follow, agent, t0_s, nursery, name=f"agent {trajectory.id}")
         order = [request_id(t, turn) for t in workload.trajectories for turn in range(len(t.turns))]
         return t0_s, self._fabric.now(), tuple(self._records[name] for name in order)
+
+    def give_up(self, request: str) -> bool:
+        """Give a request up, whatever is being done for it; whether it was under way."""
+        found = self._requests.get(request)
+        if found is not None:
+            found.give_up()
+        return found is not None
 
     def _check(self, workload: Workload, decisions: Decisions | None) -> None:
         layout, engine = self._deployment.layout, self._deployment.config.engine
@@ -100,6 +118,11 @@ class Client:
                 except ConfigError as error:
                     raise ConfigError(f"request {name}: {error.text}; cut the trace with --max-len") from None
         if decisions is not None:
+            if engine.request_timeout_s:
+                raise ConfigError(
+                    f"--decisions: request_timeout_s = {engine.request_timeout_s}: expected 0, since a request"
+                    " that is given up leaves its recorded batch incomplete"
+                )
             check_decisions(decisions, workload, self._deployment)
 
     async def _impose(self, decisions: Decisions) -> None:
@@ -123,47 +146,74 @@ class Client:
         if ids:
             await self._fabric.call(self._deployment.scheduler, COMMITTED, Committed(join_ids(ids)))
 
-    async def _follow(self, agent: _Agent, t0_s: float) -> None:
+    async def _follow(self, agent: _Agent, t0_s: float, tasks: trio.Nursery) -> None:
         replay = self._deployment.config.replay
         trajectory = agent.trajectory
         out_s = eligible_s = t0_s
-        alive = True
+        why = ""
         for index, turn in enumerate(trajectory.turns):
             think_s = turn.think_s if replay.think == "trace" and index else 0.0
             arrived_s = out_s + think_s
             if turn.arrival_s is not None:
                 arrived_s = max(arrived_s, t0_s + turn.arrival_s)
-            if not alive:
-                self._keep(_unserved(trajectory, index, "cancelled", out_s, "its predecessor failed"))
+            if why:
+                self._keep(_unserved(trajectory, index, "cancelled", out_s, why))
                 continue
             await self._fabric.sleep_until(arrived_s)
+            request = _Request(trajectory, index, arrived_s, max(arrived_s, eligible_s))
             try:
-                record = await self._request(agent, index, arrived_s, max(arrived_s, eligible_s))
+                record = await self._in_time(agent, request, tasks)
             except Refused as error:
                 self._keep(_unserved(trajectory, index, "failed", arrived_s, error.text))
-                alive = False
+                why = "its predecessor failed"
+                continue
+            except Withdrawn as error:
+                self._keep(self._given_up(request, error.text))
+                why, out_s = "its predecessor was given up", self._fabric.now()
                 continue
             self._keep(record)
             assert record.settled_s is not None
             eligible_s = record.settled_s
             out_s = record.last_token_s if record.last_token_s is not None else eligible_s
 
-    async def _request(self, agent: _Agent, index: int, arrived_s: float, eligible_s: float) -> RequestRecord:
-        trajectory, layout = agent.trajectory, self._deployment.layout
+    async def _in_time(self, agent: _Agent, request: _Request, tasks: trio.Nursery) -> RequestRecord:
+        """Have a turn served; from its deadline on it is given up."""
+        timeout_s = self._deployment.config.engine.request_timeout_s
+        self._requests[request.id] = request
+        patience = trio.CancelScope()
+
+        async def expire() -> None:
+            with patience:
+                await self._fabric.sleep_until(request.arrived_s + timeout_s)
+                request.give_up()
+
+        if timeout_s:
+            tasks.start_soon(expire)
+        try:
+            return await self._request(agent, request, tasks)
+        finally:
+            patience.cancel()
+            del self._requests[request.id]
+
+    async def _request(self, agent: _Agent, request: _Request, tasks: trio.Nursery) -> RequestRecord:
+        trajectory, layout, index = agent.trajectory, self._deployment.layout, request.turn
         turn, ids = trajectory.turns[index], agent.ids(index)
-        name = request_id(trajectory, index)
+        name = request.id
         prompt_ids = join_ids(ids[: layout.full_blocks(turn.prompt_tokens)])
         submit = Submit(name, turn.prompt_tokens, turn.output_tokens, prompt_ids)
-        assignment = await self._fabric.call(self._deployment.scheduler, SUBMIT, submit)
+        scheduler = self._deployment.scheduler
+        request.assignment = assignment = await self._call(request, tasks, scheduler, SUBMIT, submit)
+        if request.given_up:
+            await self._fabric.call(scheduler, CANCEL, Cancel(name))
+            raise Withdrawn(f"request {name} was given up before it was served")
         decision = assignment.decision
         hit_tokens = self._deployment.hit_tokens(decision.hit_blocks)
         append, output = agent.tokens(index, hit_tokens)
         serve = Serve(assignment, turn.prompt_tokens, append, output, join_ids(ids))
         de_node = engine_node(decision.de)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(agent.think_ahead, index + 1)
-            served: Served = await self._fabric.call(de_node, SERVE, serve)
-        settled = await self._fabric.call(de_node, SETTLED, Settle(name))
+        tasks.start_soon(agent.think_ahead, index + 1)
+        served = await self._call(request, tasks, de_node, SERVE, serve)
+        settled = await self._call(request, tasks, de_node, SETTLED, Settle(name))
         return RequestRecord(
             id=name,
             trajectory=trajectory.id,
@@ -179,8 +229,8 @@ class Client:
             pool_local_tokens=self._deployment.hit_tokens(served.pooled.local),
             output_tokens=turn.output_tokens,
             persisted_tokens=settled.persisted_tokens,
-            arrived_s=arrived_s,
-            eligible_s=eligible_s,
+            arrived_s=request.arrived_s,
+            eligible_s=request.eligible_s,
             scheduled_s=assignment.scheduled_s,
             allocated_s=served.allocated_s,
             read_s=served.read_s,
@@ -194,9 +244,66 @@ class Client:
             model_tokens=served.model_tokens,
         )
 
+    async def _call(
+        self, request: _Request, tasks: trio.Nursery, node: str, method: Method[Q, A], message: Q
+    ) -> A:
+        """Call for a request. Where that is given up, ``node`` is told, whose answer may then be Withdrawn."""
+        answered = False
+
+        async def cancel() -> None:
+            while not answered and not (await self._fabric.call(node, CANCEL, Cancel(request.id))).found:
+                pass
+
+        request.tell = lambda: tasks.start_soon(cancel)
+        if request.given_up:
+            request.tell()
+        try:
+            return await self._fabric.call(node, method, message)
+        finally:
+            answered = True
+            request.tell = None
+
+    def _given_up(self, request: _Request, why: str) -> RequestRecord:
+        record = _unserved(request.trajectory, request.turn, "cancelled", request.arrived_s, why)
+        if request.assignment is None:
+            return record
+        decision = request.assignment.decision
+        return msgspec.structs.replace(
+            record,
+            path=decision.path,
+            pe=decision.pe,
+            de=decision.de,
+            hit_tokens=self._deployment.hit_tokens(decision.hit_blocks),
+            de_hit_tokens=self._deployment.hit_tokens(decision.de_blocks),
+            eligible_s=request.eligible_s,
+            scheduled_s=request.assignment.scheduled_s,
+        )
+
     def _keep(self, record: RequestRecord) -> None:
         self._records[record.id] = record
         self._on_progress(len(self._records), self._total)
+
+
+class _Request:
+    """A turn that has arrived; its assignment once it has one."""
+
+    def __init__(self, trajectory: Trajectory, turn: int, arrived_s: float, eligible_s: float) -> None:
+        self.trajectory = trajectory
+        self.turn = turn
+        self.id = request_id(trajectory, turn)
+        self.arrived_s = arrived_s
+        self.eligible_s = eligible_s
+        self.assignment: Assignment | None = None
+        self.given_up = False
+        self.tell: Callable[[], None] | None = None
+        """Tells whoever has the request now that it is given up."""
+
+    def give_up(self) -> None:
+        """Want no more of it."""
+        if not self.given_up:
+            self.given_up = True
+            if self.tell is not None:
+                self.tell()
 
 
 class _Agent:

@@ -49,6 +49,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     write: about 1 us) or ``submit_copy_s`` (CUDA copy: 5 to 7 us; both the paper, section 4). Exchanges of an
     expert-parallel group: one a layer or one a forward. ``hardware_deviation``: how far attention times of the
     emulated GPUs lie off the formula, by a hidden function of ``hardware_seed``.
+
+    ``request_timeout_s``: a turn that is not settled so long after it arrived is given up; 0: never.
     """
 
     pe_buffer_gb: float = 80.0
@@ -74,6 +76,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_exchange: Exchange = "layer"
     hardware_seed: int = 0
     hardware_deviation: float = 0.04
+    request_timeout_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -88,6 +91,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in ("fetch_period_s", "submit_write_s", "submit_copy_s"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 0 to 1 s")
+        if not 0 <= self.request_timeout_s <= _MOST_GB_OR_S:
+            raise ValueError(
+                f"request_timeout_s = {self.request_timeout_s}: expected 0 (never) to {_MOST_GB_OR_S:.0f} s"
+            )
         if not 0 <= self.hardware_deviation < 0.5:
             raise ValueError(f"hardware_deviation = {self.hardware_deviation}: expected 0 to 0.5")
         if not 0 <= self.hardware_seed < 2**63:

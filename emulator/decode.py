@@ -17,29 +17,33 @@ from .decode_engine import DecodeEngine, DecodeRequest, DecodeSequence
 from .decode_steps import DecodeGroup
 from .deployment import Deployment, engine_gpu, engine_node, join_ids
 from .drampool import DramPool, PoolReader, PoolWriter
-from .errors import ProtocolViolation
+from .errors import ProtocolViolation, Withdrawn
 from .fabric.interface import Fabric, Transfer
-from .leader import Leader
+from .leader import Leader, Reports
 from .leases import LeaseQueue
 from .lockstep import Lockstep
 from .messages import (
+    CANCEL,
     COMMITTED,
     LOAD,
     PREFILL,
     SERVE,
     SETTLED,
     Ack,
+    Cancel,
+    Cancelled,
     Committed,
     Load,
     Pooled,
     Prefill,
+    Prefilled,
     Serve,
     Served,
     Settle,
     Settled,
 )
 from .models.backend import Backend
-from .pool import BufferPool, Lease
+from .pool import BufferPool
 from .records import PoolRecord
 from .segments import (
     buffer_rows,
@@ -95,6 +99,7 @@ class DecodeNode:
         fabric.serve(SERVE, self.serve)
         fabric.serve(LOAD, self.load)
         fabric.serve(SETTLED, self.settled)
+        fabric.serve(CANCEL, self.cancel)
         tasks.start_soon(self._leader.serve, name=f"{fabric.node} leader")
 
     def pools(self) -> Iterator[PoolRecord]:
@@ -106,52 +111,75 @@ class DecodeNode:
             yield pool.record()
 
     async def serve(self, message: Serve) -> Served:
-        """Serve one request to its last token."""
+        """Serve one request to its last token.
+
+        Withdrawn where it was given up before; then nothing of it is under way any more, and it is forgotten.
+        """
         decision = message.assignment.decision
-        if decision.request in self._requests:
-            raise ProtocolViolation(f"{self._fabric.node}: request {decision.request} is being served already")
+        name = decision.request
+        if name in self._requests:
+            raise ProtocolViolation(f"{self._fabric.node}: request {name} is being served already")
         request = DecodeRequest(message, self._deployment, self._engines[decision.de])
-        self._requests[request.id] = request
-        order = message.assignment.sequence
-        if self._deployment.config.replay.de_direct:
-            request.pages = await self._reserve_pages(request)
-        buffer = await self._buffer.reserve(self._buffer_bytes(request), order)
-        request.buffer_base = buffer.offset
+        reports = Reports(self._leader, name, ("read_de", "read_pe", "prefilled", "finished"))
+        self._requests[name] = request
+        try:
+            return await self._serve(request, reports)
+        except Withdrawn:
+            await self._forget(request)
+            reports.all_over()
+            raise
+
+    async def cancel(self, request: Cancel) -> Cancelled:
+        """Give a request up that is being served, or persisted; whoever asked for it is told by that call."""
+        found = self._requests.get(request.request)
+        if found is not None:
+            found.withdrawal.ask()
+        return Cancelled(found is not None)
+
+    def waiting(self) -> Iterator[tuple[str, str]]:
+        """Every request here, and what it is doing."""
+        for request in self._requests.values():
+            yield request.id, f"{request.withdrawal.doing} on {self._fabric.node}"
+
+    async def _serve(self, request: DecodeRequest, reports: Reports) -> Served:
+        message, withdrawal = request.message, request.withdrawal
+        decision, order = message.assignment.decision, message.assignment.sequence
+        direct = self._deployment.config.replay.de_direct
+        if direct:
+            await self._reserve_pages(request)
+        with withdrawal.until_asked("waiting for the DE buffer"):
+            request.buffer = await self._buffer.reserve(self._buffer_bytes(request), order)
         allocated_s = self._fabric.now()
-        marks = self._fabric.marks(miss_tag(request.id))
+        withdrawal.begin("reading its hit")
         pooled, read_s = await self._read(request, order)
-        prefill = Prefill(
-            message.assignment,
-            message.prompt_tokens,
-            message.append,
-            join_ids(request.pe_ids),
-            request.buffer_base,
-            () if request.pages is None else request.pages.runs,
-        )
-        prefilled = await self._fabric.call(engine_node(decision.pe), PREFILL, prefill)
+        reports.over("read_de")
+        prefilled = await self._prefill(request, reports)
         if not request.de_blocks:
             allocated_s = prefilled.allocated_s
             read_s = allocated_s
         if prefilled.read_s is not None:
             read_s = max(read_s, prefilled.read_s)
-        await marks.wait(prefilled.messages)
-        marks.forget()
-        if request.pages is None:
-            self._tasks.start_soon(self._persist, request, buffer)
-            request.pages = await self._reserve_pages(request)
+        if direct:
+            withdrawal.begin("being copied to HBM")
+            await self._to_hbm(request, self._deployment.hit_tokens(request.de_blocks))
+            self._release_buffer(request)
+            request.prompt_in_hbm(request.hit_blocks)
+            self._start_persist(request)
+        else:
+            self._start_persist(request)
+            await self._reserve_pages(request)
+            withdrawal.begin("being copied to HBM")
             await self._to_hbm(request, request.prompt_tokens)
             request.prompt_in_hbm(self._deployment.layout.full_blocks(request.prompt_tokens))
-        else:
-            await self._to_hbm(request, self._deployment.hit_tokens(request.de_blocks))
-            self._buffer.release(buffer)
-            request.prompt_in_hbm(request.hit_blocks)
-            self._tasks.start_soon(self._persist_from_hbm, request, request.hit_blocks)
         transferred_s = self._fabric.now()
         decoder = await request.engine.open_decoder(request)
         sequence = DecodeSequence(request, decoder, prefilled.token, self._fabric.now())
-        await self._groups[decision.de].decode(request.engine, sequence)
+        steps = self._groups[decision.de]
+        with withdrawal.telling(lambda: steps.leave(request.engine, sequence), "decoding"):
+            await steps.decode(request.engine, sequence)
+        withdrawal.begin("being persisted")
         request.decoded()
-        self._leader.report(request.id, "finished")
+        reports.over("finished")
         return Served(
             allocated_s=allocated_s,
             read_s=read_s,
@@ -172,8 +200,50 @@ class DecodeNode:
             pooled = await self._reader.read(
                 request.de_ids, 0, DE_BUFFER, request.buffer_base, Transfer.DE_READ, sequence=order
             )
-        self._leader.report(request.id, "read_de")
         return pooled, self._fabric.now()
+
+    async def _prefill(self, request: DecodeRequest, reports: Reports) -> Prefilled:
+        """Have the prompt computed; the PE's answer, once all KV that it sent is here."""
+        message = request.message
+        pe = engine_node(message.assignment.decision.pe)
+        prefill = Prefill(
+            message.assignment,
+            message.prompt_tokens,
+            message.append,
+            join_ids(request.pe_ids),
+            request.buffer_base,
+            () if request.pages is None else request.pages.runs,
+        )
+        marks = self._fabric.marks(miss_tag(request.id))
+        answered = False
+
+        async def cancel() -> None:
+            while not answered and not (await self._fabric.call(pe, CANCEL, Cancel(request.id))).found:
+                pass
+
+        try:
+            with request.withdrawal.telling(lambda: self._tasks.start_soon(cancel), f"in prefill on {pe}"):
+                reports.leave("read_pe", "prefilled")
+                prefilled = await self._fabric.call(pe, PREFILL, prefill)
+            await marks.wait(prefilled.messages)
+        finally:
+            answered = True
+            marks.forget()
+        return prefilled
+
+    async def _forget(self, request: DecodeRequest) -> None:
+        """Take back what a request that was given up holds, once what is being persisted of it is."""
+        request.in_hbm.set()
+        if request.persisting:
+            await request.persisted.wait()
+        self._release_buffer(request)
+        request.release_pages()
+        del self._requests[request.id]
+
+    def _release_buffer(self, request: DecodeRequest) -> None:
+        if request.buffer is not None:
+            self._buffer.release(request.buffer)
+            request.buffer = None
 
     async def load(self, message: Load) -> Ack:
         """Stream a request's KV from the buffer to the PE; goes on in the background."""
@@ -184,11 +254,17 @@ class DecodeNode:
         return Ack()
 
     async def settled(self, message: Settle) -> Settled:
-        """Reply when the request's last full block is committed; the request is then forgotten."""
+        """Reply when the request's last full block is committed; the request is then forgotten.
+
+        Withdrawn where it was given up before that.
+        """
         request = self._requests.get(message.request)
         if request is None:
             raise ProtocolViolation(f"{self._fabric.node}: unknown request {message.request}")
-        await request.all_committed.wait()
+        await request.persisted.wait()
+        if request.committed_s is None:
+            await self._forget(request)
+            raise request.withdrawal.error()
         del self._requests[request.id]
         persisted = self._deployment.hit_tokens(len(request.block_ids) - request.hit_blocks)
         return Settled(request.committed_s, persisted)
@@ -230,10 +306,11 @@ class DecodeNode:
         direct = self._deployment.config.replay.de_direct
         return (request.de_blocks if direct else layout.blocks(request.prompt_tokens)) * layout.full_block_bytes
 
-    async def _reserve_pages(self, request: DecodeRequest) -> Lease:
+    async def _reserve_pages(self, request: DecodeRequest) -> None:
         """Pages for prompt and output."""
         pages = self._deployment.layout.blocks(request.prompt_tokens + request.output_tokens)
-        return await request.engine.space.reserve(pages, request.message.assignment.sequence)
+        with request.withdrawal.until_asked("waiting for HBM of its DE"):
+            request.pages = await request.engine.space.reserve(pages, request.message.assignment.sequence)
 
     async def _to_hbm(self, request: DecodeRequest, tokens: int) -> None:
         """Copy the first ``tokens`` tokens from the buffer into the pages."""
@@ -246,8 +323,24 @@ class DecodeNode:
         segment = pages_segment(self._deployment.layout, request.buffer_base, tokens, request.pages.runs)
         await self._traffic.write(name, transfer, ends, self._region, segment)
 
-    async def _persist(self, request: DecodeRequest, buffer: Lease) -> None:
-        """Write the prompt's miss blocks from the buffer, then what decode fills."""
+    def _start_persist(self, request: DecodeRequest) -> None:
+        request.persisting = True
+        self._tasks.start_soon(self._persist, request)
+
+    async def _persist(self, request: DecodeRequest) -> None:
+        """Write what the prompt missed, and what decode fills until the request is given up."""
+        try:
+            first = request.hit_blocks
+            if request.buffer is not None:
+                first = await self._persist_from_buffer(request)
+            await self._persist_from_hbm(request, first)
+            request.committed_s = self._fabric.now()
+        except Withdrawn:
+            pass
+        request.persisted.set()
+
+    async def _persist_from_buffer(self, request: DecodeRequest) -> int:
+        """Write the prompt's miss blocks, and have done with the buffer; how many blocks are committed then."""
         layout = self._deployment.layout
         ids, first = request.block_ids, request.hit_blocks
         prompt_blocks = layout.full_blocks(request.prompt_tokens)
@@ -256,8 +349,8 @@ class DecodeNode:
             await self._writer.write(ids[first:prompt_blocks], first, self._region, base)
             await self._committed(request, prompt_blocks)
         await request.in_hbm.wait()
-        self._buffer.release(buffer)
-        await self._persist_from_hbm(request, prompt_blocks)
+        self._release_buffer(request)
+        return prompt_blocks
 
     async def _persist_from_hbm(self, request: DecodeRequest, first: int) -> None:
         """Write block after block from ``first`` on as it fills: in order, as the trie grows."""
@@ -265,15 +358,14 @@ class DecodeNode:
         name = request.engine.name
         ends = (self._deployment.gpu(name), self._deployment.host(name), self._staging.name)
         for block in range(first, len(ids)):
-            await request.wait_filled(block)
+            with request.withdrawal.until_asked():
+                await request.wait_filled(block)
             async with self._staging_space.hold(layout.full_block_bytes) as slot:
                 segment = page_segment(layout, request.page(block), slot.offset)
                 await self._traffic.write(name, Transfer.D2H, ends, request.engine.hbm, segment)
                 request.copied_out()
                 await self._writer.write(ids[block : block + 1], block, self._staging, slot.offset)
             await self._committed(request, block + 1)
-        request.committed_s = self._fabric.now()
-        request.all_committed.set()
 
     async def _committed(self, request: DecodeRequest, blocks: int) -> None:
         chain = join_ids(request.block_ids[:blocks])

@@ -22,6 +22,7 @@ from .messages import Serve
 from .models.backend import Backend, Decoder
 from .pool import Lease, PagePool
 from .segments import hbm_region
+from .withdrawal import Withdrawal
 
 __all__ = ["DecodeEngine", "DecodeRequest", "DecodeSequence"]
 
@@ -40,11 +41,15 @@ class DecodeRequest:
         self.hit_blocks = decision.hit_blocks
         self.de_blocks = decision.de_blocks
         self.block_ids = split_ids(message.block_ids)
-        self.buffer_base = 0
+        self.buffer: Lease | None = None
         self.pages: Lease | None = None
         self.in_hbm = trio.Event()
-        self.all_committed = trio.Event()
-        self.committed_s = 0.0
+        self.persisting = False
+        self.persisted = trio.Event()
+        """Nothing is being persisted any more: all is committed, or the request is given up."""
+        self.committed_s: float | None = None
+        """When the last block was committed."""
+        self.withdrawal = Withdrawal(self.id)
         full = layout.full_blocks(self.prompt_tokens + len(self.output))
         if len(self.block_ids) != full:
             raise ProtocolViolation(f"request {self.id}: {len(self.block_ids)} block ids, {full} blocks fill")
@@ -52,6 +57,11 @@ class DecodeRequest:
         self._to_copy = 0
         self._filling = trio.Event()
         self._decoded = False
+
+    @property
+    def buffer_base(self) -> int:
+        """Where its Full Blocks begin in the DE buffer; 0 where it has none there."""
+        return 0 if self.buffer is None else self.buffer.offset
 
     @property
     def output_tokens(self) -> int:
@@ -103,7 +113,12 @@ class DecodeRequest:
         self._free_pages()
 
     def _free_pages(self) -> None:
-        if self._decoded and not self._to_copy and self.pages is not None:
+        if self._decoded and not self._to_copy:
+            self.release_pages()
+
+    def release_pages(self) -> None:
+        """Give the pages back, if there are any."""
+        if self.pages is not None:
             self.engine.space.release(self.pages)
             self.pages = None
 
@@ -121,6 +136,8 @@ class DecodeSequence:
         self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.gaps: list[tuple[float, int]] = []
+        self.gone_s: float | None = None
+        """When it was taken out of the batch, at the end of whose step it is gone."""
         self.finished = trio.Event()
 
     @property
@@ -192,13 +209,14 @@ class DecodeEngine:
         return min((min(s.left, block - s.context % block) for s in self.batch), default=None)
 
     async def advance(self, steps: int, started_s: float, step_s: float) -> None:
-        """The batch takes ``steps`` steps; who has its last token leaves it."""
+        """The batch takes ``steps`` steps; who has its last token, or is to leave, leaves it."""
         for sequence in self.batch:
             await self._compute(sequence, steps)
             sequence.emit(steps, started_s, step_s)
-            if not sequence.left:
-                sequence.finished.set()
-        self.batch = [sequence for sequence in self.batch if sequence.left]
+        over = [sequence for sequence in self.batch if not sequence.left or sequence.gone_s is not None]
+        self.batch = [sequence for sequence in self.batch if sequence not in over]
+        for sequence in over:
+            sequence.finished.set()
 
     async def _compute(self, sequence: DecodeSequence, steps: int) -> None:
         """The real compute of ``steps`` forced tokens: each one's KV goes into its page."""

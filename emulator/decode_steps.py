@@ -43,6 +43,16 @@ class DecodeGroup:
                 self._epoch.cancel()
             await sequence.finished.wait()
 
+    def leave(self, engine: DecodeEngine, sequence: DecodeSequence) -> None:
+        """Take ``sequence`` out of the batch at the end of the step; ``decode`` returns then."""
+        if sequence in engine.joining:
+            engine.joining.remove(sequence)
+            sequence.finished.set()
+            return
+        sequence.gone_s = self._fabric.now()
+        if self._epoch is not None:
+            self._epoch.cancel()
+
     async def serve(self) -> None:
         """Run steps while there are sequences, here or elsewhere in the group; never returns."""
         started_s = self._fabric.now()
@@ -83,40 +93,52 @@ class DecodeGroup:
 
     async def _work(self) -> float:
         """Wait for a sequence here, or for a step that others of the group began; when there was either."""
-        joining = self._joined()
-        if joining is not None:
-            return joining
+        wanted = False
+        while (joined_s := self._joined()) is None and not wanted:
+            wanted = await self._wait()
+        return self._fabric.now() if joined_s is None else joined_s
+
+    async def _wait(self) -> bool:
+        """Wait for an arrival here, or for a step that others of the group began; whether it was that."""
+        wanted = False
         self._arrived = trio.Event()
         async with trio.open_nursery() as nursery:
 
             async def until_wanted() -> None:
+                nonlocal wanted
                 await self._lockstep.wanted()
+                wanted = True
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(until_wanted)
             await self._arrived.wait()
             nursery.cancel_scope.cancel()
-        joined_s = self._joined()
-        return self._fabric.now() if joined_s is None else joined_s
+        return wanted
 
     def _joined(self) -> float | None:
         """When the first of those who wait to join came."""
         return min((s.joined_s for engine in self._engines for s in engine.joining), default=None)
 
-    async def _sleep_steps(self, started_s: float, step_s: float) -> int:
-        """Sleep to the end of the epoch, or to the end of the step in which a sequence arrives; return how many.
+    def _changed(self) -> float | None:
+        """When the first came to join, or was to leave."""
+        left = [s.gone_s for engine in self._engines for s in engine.batch if s.gone_s is not None]
+        joined_s = self._joined()
+        return min(left if joined_s is None else [*left, joined_s], default=None)
 
-        It counts when the sequence arrived, not when this task came to hear of it.
+    async def _sleep_steps(self, started_s: float, step_s: float) -> int:
+        """Sleep to the end of the epoch, or of the step in which a sequence comes or is to leave; how many steps.
+
+        It counts when that was, not when this task came to hear of it.
         """
         uniform = [steps for engine in self._engines if (steps := engine.uniform_steps()) is not None]
         most = min(uniform)
-        if self._joined() is None:
+        if self._changed() is None:
             with trio.CancelScope() as self._epoch:
                 await self._fabric.sleep_until(started_s + most * step_s)
             self._epoch = None
-        arrived_s = self._joined()
-        if arrived_s is None:
+        changed_s = self._changed()
+        if changed_s is None:
             return most
-        steps = min(most, max(1, math.ceil((arrived_s - started_s) / step_s)))
+        steps = min(most, max(1, math.ceil((changed_s - started_s) / step_s)))
         await self._fabric.sleep_until(started_s + steps * step_s)
         return steps

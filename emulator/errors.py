@@ -15,6 +15,7 @@ __all__ = [
     "ProtocolViolation",
     "Refused",
     "StoreError",
+    "Withdrawn",
     "error_from_code",
     "leaf_errors",
     "reported",
@@ -67,6 +68,12 @@ class Refused(EmulatorError):
         super().__init__(text, definite=definite)
 
 
+class Withdrawn(EmulatorError):
+    """A request was given up, and nothing of it is in flight where this was raised."""
+
+    code = "withdrawn"
+
+
 class PolicyError(EmulatorError):
     """A user's policy raised, answered with what cannot be done, or did not answer; the run cannot go on."""
 
@@ -103,7 +110,7 @@ _BY_CODE: dict[str, type[EmulatorError]] = {
     cls.code: cls
     for cls in (
         *(EmulatorError, ConfigError, PeerLost, ProtocolViolation, StoreError, Refused),
-        *(PolicyError, InvariantBroken),
+        *(Withdrawn, PolicyError, InvariantBroken),
     )
 }
 

@@ -7,13 +7,15 @@ get nothing else, only later.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import trio
 
 from .deployment import Deployment
 from .fabric.interface import Fabric
 from .messages import FETCH, WAKE, Ack, Fetch, Phase, Wake
 
-__all__ = ["Leader"]
+__all__ = ["Leader", "Reports"]
 
 
 class Leader:
@@ -46,3 +48,27 @@ class Leader:
             asked_s = self._fabric.now()
             await self._fabric.call(self._scheduler, FETCH, Fetch(self._fabric.node, over))
             await self._fabric.sleep_until(asked_s + self._period_s)
+
+
+class Reports:
+    """What a node owes the scheduler for one request: a report of each of these phases, once, whatever happens."""
+
+    def __init__(self, leader: Leader, request: str, phases: Iterable[Phase]) -> None:
+        self._leader = leader
+        self._request = request
+        self._owed = list(phases)
+
+    def over(self, phase: Phase) -> None:
+        """The phase is over."""
+        self._owed.remove(phase)
+        self._leader.report(self._request, phase)
+
+    def leave(self, *phases: Phase) -> None:
+        """Somebody else owes these from now on."""
+        for phase in phases:
+            self._owed.remove(phase)
+
+    def all_over(self) -> None:
+        """The request is given up: none of its phases is ahead any more."""
+        for phase in list(self._owed):
+            self.over(phase)

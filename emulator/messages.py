@@ -15,6 +15,7 @@ from .pool import Run
 from .records import Decision
 
 __all__ = [
+    "CANCEL",
     "COMMIT",
     "COMMITTED",
     "FETCH",
@@ -31,6 +32,8 @@ __all__ = [
     "Ack",
     "Assignment",
     "Batches",
+    "Cancel",
+    "Cancelled",
     "Commit",
     "Committed",
     "Decided",
@@ -118,6 +121,21 @@ class Settle(msgspec.Struct, frozen=True):
 class Settled(msgspec.Struct, frozen=True):
     settled_s: float
     persisted_tokens: int
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """Give this request up: client to whom it waits for, DE's node to the PE's node.
+
+    What it was asked for is answered with Withdrawn, once nothing of it is under way over there.
+    """
+
+    request: str
+
+
+class Cancelled(msgspec.Struct, frozen=True):
+    """Whether the request was ``found``: it may be over, or this may have overtaken it."""
+
+    found: bool
 
 
 class Prefill(msgspec.Struct, frozen=True):
@@ -246,6 +264,7 @@ WAKE = Method("wake", Wake, Ack)
 COMMITTED = Method("committed", Committed, Ack)
 SERVE = Method("serve", Serve, Served)
 SETTLED = Method("settled", Settle, Settled)
+CANCEL = Method("cancel", Cancel, Cancelled)
 PREFILL = Method("prefill", Prefill, Prefilled)
 LOAD = Method("load", Load, Ack)
 READ = Method("read", Read, Ack)

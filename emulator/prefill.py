@@ -14,16 +14,29 @@ import trio
 from .blockio import Reader, StorageReader
 from .deployment import Deployment, split_ids
 from .drampool import DramPool, PoolReader
+from .errors import Withdrawn
 from .fabric.interface import Fabric, Transfer
-from .leader import Leader
+from .leader import Leader, Reports
 from .leases import LeaseQueue
 from .lockstep import Lockstep
-from .messages import PREFILL, REPLAY_BATCHES, Ack, Batches, Pooled, Prefill, Prefilled
+from .messages import (
+    CANCEL,
+    PREFILL,
+    REPLAY_BATCHES,
+    Ack,
+    Batches,
+    Cancel,
+    Cancelled,
+    Pooled,
+    Prefill,
+    Prefilled,
+)
 from .models.backend import Backend
 from .pool import BufferPool
 from .prefill_engine import Chunk, Job, PrefillEngine
 from .records import BatchRecord, PoolRecord
 from .traffic import Traffic
+from .withdrawal import Withdrawal
 
 __all__ = ["PrefillNode"]
 
@@ -44,6 +57,7 @@ class PrefillNode:
         if deployment.system.pool:
             self._reader = PoolReader(deployment, fabric, DramPool(deployment, fabric), self._region)
         self._leader = Leader(deployment, fabric)
+        self._withdrawals: dict[str, Withdrawal] = {}
         traffic = Traffic(deployment, fabric)
         self._engines: dict[str, PrefillEngine] = {}
         self._groups: dict[str, _Group] = {}
@@ -55,6 +69,7 @@ class PrefillNode:
                 self._groups[engine.name] = steps
             tasks.start_soon(steps.serve, name=f"prefill {group.name}")
         fabric.serve(PREFILL, self.prefill)
+        fabric.serve(CANCEL, self.cancel)
         fabric.serve(REPLAY_BATCHES, self.replay)
         tasks.start_soon(self._leader.serve, name=f"{fabric.node} leader")
 
@@ -69,21 +84,28 @@ class PrefillNode:
             yield engine.pool.record()
 
     async def prefill(self, request: Prefill) -> Prefilled:
-        """Read the hit blocks where they are ours to read, compute, and reply when the last layer is computed."""
+        """Read the hit blocks where they are ours to read, compute, and reply when the last layer is computed.
+
+        Withdrawn where the request was given up before; then nothing of it is under way from here, nor to here.
+        """
         decision = request.assignment.decision
-        ids = split_ids(request.hit_ids)
-        if not ids:
-            self._leader.report(decision.request, "read_pe")
-            return await self._compute(Job(request, self._deployment, 0), self._fabric.now(), None, Pooled())
-        size, sequence = len(ids) * self._deployment.layout.full_block_bytes, request.assignment.sequence
-        async with self._buffer.hold(size, sequence) as lease:
-            allocated_s = self._fabric.now()
-            pooled = await self._reader.read(
-                ids, decision.de_blocks, PE_BUFFER, lease.offset, Transfer.PE_READ, sequence=sequence
-            )
-            read_s = self._fabric.now()
-            self._leader.report(decision.request, "read_pe")
-            return await self._compute(Job(request, self._deployment, lease.offset), allocated_s, read_s, pooled)
+        name = decision.request
+        withdrawal = self._withdrawals[name] = Withdrawal(name)
+        reports = Reports(self._leader, name, ("read_pe", "prefilled"))
+        try:
+            return await self._prefill(request, withdrawal, reports)
+        except Withdrawn:
+            reports.all_over()
+            raise
+        finally:
+            del self._withdrawals[name]
+
+    async def cancel(self, request: Cancel) -> Cancelled:
+        """Give a request up whose ``prefill`` is being answered."""
+        withdrawal = self._withdrawals.get(request.request)
+        if withdrawal is not None:
+            withdrawal.ask()
+        return Cancelled(withdrawal is not None)
 
     async def replay(self, request: Batches) -> Ack:
         """Form the recorded batches from now on."""
@@ -91,12 +113,50 @@ class PrefillNode:
             engine.recorded = deque(batch for batch in request.batches if batch.engine == engine.name)
         return Ack()
 
-    async def _compute(self, job: Job, allocated_s: float, read_s: float | None, pooled: Pooled) -> Prefilled:
-        engine = job.request.assignment.decision.pe
-        self._engines[engine].add(job)
-        self._groups[engine].arrived()
-        await job.computed.wait()
-        self._leader.report(job.id, "prefilled")
+    def waiting(self) -> Iterator[tuple[str, str]]:
+        """Every request here, and what it is doing."""
+        for withdrawal in self._withdrawals.values():
+            yield withdrawal.request, f"{withdrawal.doing} on {self._fabric.node}"
+
+    async def _prefill(self, request: Prefill, withdrawal: Withdrawal, reports: Reports) -> Prefilled:
+        decision, sequence = request.assignment.decision, request.assignment.sequence
+        ids = split_ids(request.hit_ids)
+        if not ids:
+            reports.over("read_pe")
+            job = Job(request, self._deployment, 0)
+            return await self._compute(job, withdrawal, reports, self._fabric.now(), None, Pooled())
+        with withdrawal.until_asked("waiting for the PE buffer"):
+            lease = await self._buffer.reserve(len(ids) * self._deployment.layout.full_block_bytes, sequence)
+        try:
+            allocated_s = self._fabric.now()
+            withdrawal.begin("reading its hit")
+            pooled = await self._reader.read(
+                ids, decision.de_blocks, PE_BUFFER, lease.offset, Transfer.PE_READ, sequence=sequence
+            )
+            read_s = self._fabric.now()
+            reports.over("read_pe")
+            job = Job(request, self._deployment, lease.offset)
+            return await self._compute(job, withdrawal, reports, allocated_s, read_s, pooled)
+        finally:
+            self._buffer.release(lease)
+
+    async def _compute(
+        self,
+        job: Job,
+        withdrawal: Withdrawal,
+        reports: Reports,
+        allocated_s: float,
+        read_s: float | None,
+        pooled: Pooled,
+    ) -> Prefilled:
+        engine, steps = self._engines[job.pe], self._groups[job.pe]
+        with withdrawal.telling(lambda: engine.withdraw(job), "in prefill"):
+            engine.add(job)
+            steps.arrived()
+            await job.over.wait()
+        if not job.computed:
+            raise withdrawal.error()
+        reports.over("prefilled")
         messages = job.chunks * self._deployment.layout.layers
         return Prefilled(allocated_s, read_s, job.started_s, job.computed_s, job.token, messages, pooled)
 

@@ -48,6 +48,7 @@ class Job:
         self.context = request.prompt_tokens
         self.hit_tokens = deployment.hit_tokens(decision.hit_blocks)
         self.de_tokens = deployment.hit_tokens(decision.de_blocks)
+        self.pe = decision.pe
         self.de = decision.de
         self.load_base = load_base
         """Where the hit's Full Blocks from token ``de_tokens`` on begin in the PE buffer."""
@@ -57,7 +58,11 @@ class Job:
         self.chunks = 0
         self.seat: _Seat | None = None
         """Its place in HBM, where it keeps one from forward to forward."""
-        self.computed = trio.Event()
+        self.under_way = 0
+        """Forwards that it is in, until all that they send is in place."""
+        self.given_up = False
+        self.over = trio.Event()
+        """Its last layer is computed; or it is given up, and in no forward."""
         self.started_s = 0.0
         self.computed_s = 0.0
         self.token = 0
@@ -68,6 +73,11 @@ class Job:
     def cached(self) -> int:
         """Tokens whose KV exists."""
         return self.hit_tokens + self.done
+
+    @property
+    def computed(self) -> bool:
+        """Is its last layer computed?"""
+        return not self.left
 
     @property
     def left(self) -> int:
@@ -128,9 +138,15 @@ class PrefillEngine:
         self._ready: dict[str, Job] = {}
 
     def add(self, job: Job) -> None:
-        """Queue ``job``; its ``computed`` is set when its last layer is computed."""
+        """Queue ``job`` until it is ``over``."""
         self._backend.check_context(job.context)
         self._ready[job.id] = job
+
+    def withdraw(self, job: Job) -> None:
+        """Give ``job`` up. A forward that it is in computes it to the end of its chunk."""
+        job.given_up = True
+        self._ready.pop(job.id, None)
+        self._leave(job)
 
     def complete(self, step: int) -> bool:
         """Are all jobs here of what was recorded for the group's forward ``step``?"""
@@ -149,6 +165,7 @@ class PrefillEngine:
             taken = [(self._ready[name], new) for name, new in zip(planned.requests, planned.new, strict=True)]
         for job, _ in taken:
             del self._ready[job.id]
+            job.under_way += 1
         return [Chunk(job, new) for job, new in taken]
 
     def _planned(self, step: int) -> PlannedBatch | None:
@@ -204,13 +221,20 @@ class PrefillEngine:
             task_status.started()
             for out in outs:
                 await out.wait_placed(layers)
-            for chunk in batch:
-                seat = chunk.job.seat
-                if seat is not None and chunk.index + 1 == chunk.job.chunks and not chunk.job.left:
-                    leases.append(seat.lease)
-                    chunk.job.seat = None
             for lease in leases:
                 self._space.release(lease)
+            for chunk in batch:
+                chunk.job.under_way -= 1
+                self._leave(chunk.job)
+
+    def _leave(self, job: Job) -> None:
+        """Give back the HBM that ``job`` keeps from forward to forward, if it is in none and comes into none."""
+        if job.under_way or not (job.computed or job.given_up):
+            return
+        if job.seat is not None:
+            self._space.release(job.seat.lease)
+            job.seat = None
+        job.over.set()
 
     async def _seats(self, batch: Sequence[Chunk]) -> tuple[list[_Seat], list[Lease]]:
         """HBM for every chunk, and the leases that end with this forward."""
@@ -364,8 +388,8 @@ class PrefillEngine:
                 job.computed_s = end_s
             job.done += chunk.new
             job.chunks += 1
-            if job.left:
+            if job.computed:
+                job.over.set()
+            elif not job.given_up:
                 unfinished[job.id] = job
-            else:
-                job.computed.set()
         self._ready = {**unfinished, **self._ready}

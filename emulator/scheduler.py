@@ -16,17 +16,18 @@ until all of it is placed or none of them can take any. Who could not is asked a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 import msgspec
 import trio
 
 from .deployment import Deployment, engine_node, split_ids
-from .errors import EmulatorError, ProtocolViolation, Refused
+from .errors import EmulatorError, ProtocolViolation, Refused, Withdrawn
 from .fabric.interface import Fabric
 from .kvcache import PrefixTrie
 from .messages import (
+    CANCEL,
     COMMITTED,
     FETCH,
     REPLAY_DECISIONS,
@@ -34,6 +35,8 @@ from .messages import (
     WAKE,
     Ack,
     Assignment,
+    Cancel,
+    Cancelled,
     Committed,
     Decided,
     Fetch,
@@ -148,11 +151,32 @@ class Scheduler:
         fabric.serve(SUBMIT, self.submit)
         fabric.serve(FETCH, self.fetch)
         fabric.serve(COMMITTED, self.committed)
+        fabric.serve(CANCEL, self.cancel)
         fabric.serve(REPLAY_DECISIONS, self.replay)
 
     def decisions(self) -> tuple[Decision, ...]:
         """All decisions taken, in order."""
         return tuple(self._decisions)
+
+    def waiting(self) -> Iterator[tuple[str, str]]:
+        """Every request that is not decided yet, and what it waits for."""
+        for name, waiting in self._waiting.items():
+            missing = [side.upper() for side, engine in (("pe", waiting.pe), ("de", waiting.de)) if engine is None]
+            yield name, f"waiting for a {' and a '.join(missing)} to take it"
+
+    def booked(self) -> dict[str, int]:
+        """Requests on the books, and what they put there: tokens of engines and read queues, pages; no zeros."""
+        pages = {name: self._deployment.limits.de_hbm_pages - free for name, free in self._pages.items()}
+        books = {
+            "tokens": self._tokens,
+            "requests": self._requests,
+            "read_queue": self._read_queue,
+            "pages": pages,
+            "queued": {"pe": len(self._for_pe), "de": len(self._for_de)},
+            "group": {group: len(queue) for group, queue in self._for_group.items()},
+            "request": dict.fromkeys((*self._waiting, *self._open), 1),
+        }
+        return {f"{book} {name}": value for book, rows in books.items() for name, value in rows.items() if value}
 
     async def submit(self, request: Submit) -> Assignment:
         """Decide, once both sides have fetched the request; Refused where it can never fit."""
@@ -175,16 +199,34 @@ class Scheduler:
 
     async def fetch(self, request: Fetch) -> Ack:
         """Take a leader's report, and place what waits on its engines."""
-        for name, phase in request.over:
-            self._over(name, phase)
         side = self._side[request.node]
-        if request.over:
-            self._rota[side].changed()
+        for changed in dict.fromkeys(self._over(name, phase) for name, phase in request.over):
+            self._rota[changed].changed()
+            if changed != side:
+                # A DE's node reports for a PE that never heard of a request that was given up.
+                self._freed(changed)
         if side == "pe":
             self._fetch_prefill(request.node)
         else:
             self._fetch_decode(request.node)
         return Ack()
+
+    async def cancel(self, request: Cancel) -> Cancelled:
+        """Forget a request that no DE has been told of: it waits here, or its decision does at the client."""
+        name = request.request
+        waiting = self._waiting.pop(name, None)
+        if waiting is not None:
+            self._leave_queues(waiting)
+            waiting.decided.set()
+            return Cancelled(True)
+        entry = self._open.get(name)
+        if entry is None:
+            return Cancelled(False)
+        for phase in sorted(entry.ahead):
+            self._over(name, phase)
+        self._freed("pe")
+        self._freed("de")
+        return Cancelled(True)
 
     async def committed(self, request: Committed) -> Ack:
         """The blocks of a chain are committed up to here, so later prompts hit them."""
@@ -231,8 +273,33 @@ class Scheduler:
         self._rota["de"].changed()
         self._wake("de")
         await waiting.decided.wait()
-        assert waiting.decision is not None
+        if waiting.decision is None:
+            raise Withdrawn(f"request {request.request} was given up while waiting for its engines")
         return waiting.decision
+
+    def _leave_queues(self, waiting: _Waiting) -> None:
+        """Take a request out of every queue and off the books; who was behind it may have its turn."""
+        queued = waiting.queued
+        for queue in (self._for_pe, self._for_de, *self._for_group.values()):
+            if queued in queue:
+                queue.remove(queued)
+        if waiting.pe is not None:
+            self._book_engine(waiting.pe, -queued.prompt_tokens, -1)
+        if waiting.de is not None:
+            self._book_engine(waiting.de, -queued.tokens, -1)
+        self._freed("pe")
+        self._freed("de")
+
+    def _freed(self, side: Side) -> None:
+        """Load has left the books of this side, or a queue its head, and no leader has come to say so."""
+        self._rota[side].changed()
+        if side == "pe":
+            if self._for_pe:
+                self._wake("pe")
+        else:
+            for group, queue in self._for_group.items():
+                if queue:
+                    self._wake_leader(group)
 
     def _fetch_prefill(self, node: str) -> None:
         if not self._for_pe:
@@ -361,8 +428,8 @@ class Scheduler:
             set(get_args(Phase)),
         )
 
-    def _over(self, name: str, phase: Phase) -> None:
-        """A phase of a request is over: its load leaves the books."""
+    def _over(self, name: str, phase: Phase) -> Side:
+        """A phase of a request is over: its load leaves the books; of which side's nodes."""
         entry = self._open.get(name)
         if entry is None:
             raise ProtocolViolation(f"{self._fabric.node}: a report of unknown request {name}")
@@ -381,6 +448,7 @@ class Scheduler:
         entry.ahead.remove(phase)
         if not entry.ahead:
             del self._open[name]
+        return "pe" if phase in ("read_pe", "prefilled") else "de"
 
     def _book_engine(self, engine: str, tokens: int, requests: int) -> None:
         self._tokens[engine] += tokens

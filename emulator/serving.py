@@ -46,6 +46,15 @@ class Role:
             raise EmulatorError(f"{self._fabric.node}: only the client replays a workload")
         return self._part
 
+    def waiting(self) -> dict[str, str]:
+        """Requests that this node has to do with, by name, and what each is doing here."""
+        part = self._part
+        return dict(part.waiting()) if isinstance(part, PrefillNode | DecodeNode | Scheduler) else {}
+
+    def booked(self) -> dict[str, int]:
+        """What the scheduler has on its books; nothing once all requests are over, and on other nodes."""
+        return self._part.booked() if isinstance(self._part, Scheduler) else {}
+
     def record(self) -> NodeRecord:
         """What this node counted until now."""
         part = self._part

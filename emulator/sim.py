@@ -6,26 +6,30 @@ Deterministic: the same configuration, workload and seed give the same records.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
+import trio
 
 from topology.lanes import LaneShares
 
 from .config import RunConfig
 from .deployment import Deployment
-from .errors import ConfigError, reported
-from .fabric.clock import run_virtual
+from .errors import ConfigError, EmulatorError, reported
+from .fabric.clock import SimulationStuck, run_virtual
 from .fabric.fluid import FluidNetwork, open_fluid
 from .fabric.interface import VirtualLane
 from .fabric.maxmin import LaneRule
 from .plan import cluster_spec, emulated_rates, lane_map
 from .records import Decisions, RunRecords
-from .serving import open_role
+from .serving import Role, open_role
 from .workload import Workload
 
-__all__ = ["fluid_network", "lane_rules", "simulate"]
+__all__ = ["fluid_network", "lane_rules", "open_roles", "simulate", "waiting_line"]
+
+SHOWN = 8
+"""Requests that a message lists."""
 
 HORIZON_S = 1e7
 """Model seconds after which a simulation counts as one that does not end: four months."""
@@ -37,12 +41,15 @@ def simulate(
     decisions: Decisions | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RunRecords:
-    """Replay ``workload`` in virtual time. Raises EmulatorError where a role does.
+    """Replay ``workload`` in virtual time. Raises EmulatorError where a role does, or where nothing can ever happen
+
+    any more: then it says which requests wait, and for what.
 
     ConfigError where a link is so slow that the run would not end before the horizon of virtual time.
     """
     _check_horizon(config, workload)
     virtual = msgspec.structs.replace(config, scale=msgspec.structs.replace(config.scale, dilation=1.0))
+    waiting: dict[str, str] = {}
     try:
         return run_virtual(
             _simulate,
@@ -50,9 +57,14 @@ def simulate(
             workload,
             decisions,
             on_progress,
+            waiting,
             seed=config.replay.seed,
             horizon_s=HORIZON_S,
         )
+    except SimulationStuck as stuck:
+        if not waiting:
+            raise
+        raise EmulatorError(f"the run cannot go on: {waiting_line(waiting)}") from stuck
     except BaseExceptionGroup as group:
         error = reported(group)
         if error is None:
@@ -107,22 +119,47 @@ def lane_rules(shares: LaneShares) -> dict[VirtualLane, LaneRule]:
     }
 
 
+@asynccontextmanager
+async def open_roles(config: RunConfig) -> AsyncIterator[tuple[FluidNetwork, Mapping[str, Role]]]:
+    """All roles of a cluster by node, and the network that joins them. ``config`` is not dilated."""
+    network = fluid_network(config)
+    async with open_fluid(network), AsyncExitStack() as stack:
+        yield (
+            network,
+            {
+                member.name: await stack.enter_async_context(
+                    open_role(config, member.name, network.fabric(member.name))
+                )
+                for member in config.members
+            },
+        )
+
+
+def waiting_line(waiting: Mapping[str, str]) -> str:
+    """Requests and what each is doing, as one line."""
+    shown = [f"{request} is {doing}" for request, doing in list(waiting.items())[:SHOWN]]
+    more = len(waiting) - len(shown)
+    return "; ".join([*shown, f"and {more} more requests"] if more else shown)
+
+
 async def _simulate(
     config: RunConfig,
     workload: Workload,
     decisions: Decisions | None,
     on_progress: Callable[[int, int], None] | None,
+    waiting: dict[str, str],
 ) -> RunRecords:
-    network = fluid_network(config)
-    async with open_fluid(network), AsyncExitStack() as stack:
-        roles = {
-            member.name: await stack.enter_async_context(
-                open_role(config, member.name, network.fabric(member.name))
-            )
-            for member in config.members
-        }
+    async with open_roles(config) as (_, roles):
         client = next(roles[member.name].client for member in config.members if member.role == "client")
         await client.prepare(workload, decisions)
-        t0_s, ended_s, requests = await client.replay(workload, on_progress)
+        try:
+            t0_s, ended_s, requests = await client.replay(workload, on_progress)
+        except trio.Cancelled:
+            # The PEs come last here: what a request does there is more than that its DE waits for it.
+            for role in ("scheduler", "de", "pe"):
+                for member in config.members:
+                    if member.role == role:
+                        waiting.update(roles[member.name].waiting())
+            raise
         nodes = tuple(role.record() for role in roles.values())
     return RunRecords(t0_s=t0_s, ended_s=ended_s, requests=requests, nodes=nodes)

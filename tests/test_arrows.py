@@ -40,10 +40,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("judge", "deployment", "messages", "segments", "decisions"),
         *("models", "models.*", "fabric", "fabric.interface"),
         *("policy.interface", "policy.dualpath", "policy.roundrobin", "policy.builtin", "policy.least"),
-        *("policy.split", "policy.admission", "policy.packing"),
+        *("policy.split", "policy.admission", "policy.packing", "policy.placement"),
     ),
     "fabric": ("fabric.*",),
-    "keeping": ("store", "leases", "policy.plugin"),
+    "keeping": ("store", "leases", "withdrawal", "policy.plugin"),
     "traffic": ("traffic", "blockio", "drampool", "lockstep", "leader"),
     "roles": (
         "prefill",
