@@ -6,14 +6,17 @@ Pure: the same question gets the same answer, and what the paper leaves to chanc
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from heapq import heapify, heapreplace
+from itertools import accumulate
 from math import floor
 
 import msgspec
 
 from .interface import Load, PolicySetup, Queued, Side
+from .placement import place
 
 __all__ = ["DualPath", "shorter_queue"]
 
@@ -33,15 +36,15 @@ class DualPath(msgspec.Struct, frozen=True):
         n, alpha, beta = len(engines), self.setup.alpha_tokens, self.setup.beta_tokens
         # tokens * n + index: the order of loads, and the engine listed first among equals.
         ranks = [load.tokens * n + at for at, load in enumerate(engines)]
-        prompt = [rank for rank, load in zip(ranks, engines, strict=True) if load.read_queue <= alpha]
+        ready = [rank for rank, load in zip(ranks, engines, strict=True) if load.read_queue <= alpha]
         behind = [rank for rank, load in zip(ranks, engines, strict=True) if load.read_queue > alpha]
         names = [load.engine for load in engines]
         limit = (beta + 1) * n
         answer: list[str] = []
-        heapify(prompt)
+        heapify(ready)
         heapify(behind)
         for request in queue:
-            heap = prompt if prompt and prompt[0] < limit else behind
+            heap = ready if ready and ready[0] < limit else behind
             if not heap or heap[0] >= limit:
                 break
             rank = heap[0]
@@ -67,23 +70,11 @@ class DualPath(msgspec.Struct, frozen=True):
         Of those that it would not lift beyond Z, the DE with the fewest requests; where it would lift all of them,
         the one with the fewest tokens. Where none has the HBM, it waits, and all behind it.
         """
-        lengths = _fitting([request.tokens for request in queue], sum(load.free_tokens for load in engines))
-        requests = [load.requests for load in engines]
-        tokens = [load.tokens for load in engines]
-        free = [load.free_tokens for load in engines]
-        z = _mean_limit(self.setup.z, sum(lengths) + sum(tokens), len(engines))
-        answer: list[str] = []
-        for length in lengths:
-            able = [at for at, room in enumerate(free) if room >= length]
-            if not able:
-                break
-            within = [at for at in able if tokens[at] + length <= z]
-            best = min(within, key=requests.__getitem__) if within else min(able, key=tokens.__getitem__)
-            requests[best] += 1
-            tokens[best] += length
-            free[best] -= length
-            answer.append(engines[best].engine)
-        return answer
+        lengths = _fitting(queue, sum(load.free_tokens for load in engines))
+        total = sum(lengths) + sum(load.tokens for load in engines)
+        # Z is the decimal that it is written as, so that no engine passes its limit by a rounding error.
+        limit = floor(Fraction(str(self.setup.z)) * total / max(len(engines), 1))
+        return [engines[at].engine for at in place(engines, lengths, limit)]
 
     def choose_path(self, request: Queued, pe_read_queue: int, de_read_queue: int) -> Side:
         """The side with fewer tokens to read."""
@@ -101,17 +92,7 @@ def shorter_queue(request: str, pe_read_queue: int, de_read_queue: int, seed: in
     return "pe" if digest[0] & 1 else "de"
 
 
-def _fitting(lengths: Sequence[int], room: int) -> list[int]:
-    """The longest prefix whose sum is at most ``room``."""
-    fitting: list[int] = []
-    for length in lengths:
-        room -= length
-        if room < 0:
-            break
-        fitting.append(length)
-    return fitting
-
-
-def _mean_limit(z: float, tokens: int, engines: int) -> int:
-    """The most whole tokens within ``z``, as the decimal that it is written as, times the mean."""
-    return floor(Fraction(str(z)) * tokens / engines) if engines else 0
+def _fitting(queue: Sequence[Queued], free_tokens: int) -> list[int]:
+    """The lengths of the longest prefix of ``queue`` that fits."""
+    lengths = [request.prompt_tokens + request.output_tokens for request in queue]
+    return lengths[: bisect_right(list(accumulate(lengths)), free_tokens)]
