@@ -29,7 +29,7 @@ from topology.spec import ClusterSpec
 from . import control, subreaper
 from .config import EngineConfig, ModelConfig, ReplayConfig, RunConfig, ScaleConfig
 from .errors import EmulatorError
-from .plan import run_config
+from .plan import refuse_on_links, run_config
 from .processes import clear_up
 from .records import Decisions
 from .state import ClusterDir, state_root
@@ -62,8 +62,10 @@ class Cluster:
     ) -> control.LiveRun:
         """Replay ``workload`` and return what every process counted. Cancelling it cancels the run.
 
-        EmulatorError with the failing node's text when a role or a node failed, or the cluster is busy.
+        EmulatorError with the failing node's text when a role or a node failed, or the cluster is busy;
+        ConfigError for what is modelled in virtual time only.
         """
+        refuse_on_links(replay)
         load = encode(workload)
         choices = b"" if decisions is None else msgspec.msgpack.encode(decisions)
         order = control.Replay(replay, len(load), len(choices))

@@ -48,7 +48,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Traffic: a doorbell rings for ``doorbell_batch`` work requests and costs the engine ``submit_write_s`` (RDMA
     write: about 1 us) or ``submit_copy_s`` (CUDA copy: 5 to 7 us; both the paper, section 4). Exchanges of an
     expert-parallel group: one a layer or one a forward. ``hardware_deviation``: how far attention times of the
-    emulated GPUs lie off the formula, by a hidden function of ``hardware_seed``.
+    emulated GPUs lie off the formula, by a hidden function of ``hardware_seed``. ``shaper_tick_s``: how often
+    ``--qos software`` looks (ASSUMED: a millisecond is the unit of epoll's timeouts and of the kernel's tick, and
+    what a loop that shares its processor with an engine's other work keeps; a faster one would have to spin).
 
     ``request_timeout_s``: a turn that is not settled so long after it arrived is given up; 0: never.
     """
@@ -71,6 +73,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     submit_write_s: float = 1e-6
     submit_copy_s: float = 6e-6
     doorbell_batch: int = 16
+    shaper_tick_s: float = 1e-3
     dram_gbps: float = 4000.0
     pcie_gbps: float = 512.0
     prefill_exchange: Exchange = "layer"
@@ -95,6 +98,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(
                 f"request_timeout_s = {self.request_timeout_s}: expected 0 (never) to {_MOST_GB_OR_S:.0f} s"
             )
+        if not 1e-6 <= self.shaper_tick_s <= 1:
+            raise ValueError(f"shaper_tick_s = {self.shaper_tick_s}: expected 1e-6 to 1 s")
         if not 0 <= self.hardware_deviation < 0.5:
             raise ValueError(f"hardware_deviation = {self.hardware_deviation}: expected 0 to 0.5")
         if not 0 <= self.hardware_seed < 2**63:

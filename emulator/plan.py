@@ -17,8 +17,18 @@ from .config import EngineConfig, Member, ModelConfig, ReplayConfig, RunConfig, 
 from .deployment import Deployment
 from .errors import ConfigError
 from .fabric.interface import VirtualLane
+from .shaper import Pace
 
-__all__ = ["cluster_spec", "emulated_rates", "lane_map", "members_of", "model_file", "run_config"]
+__all__ = [
+    "cluster_spec",
+    "emulated_rates",
+    "lane_map",
+    "members_of",
+    "model_file",
+    "pace_of",
+    "refuse_on_links",
+    "run_config",
+]
 
 
 def members_of(spec: ClusterSpec) -> tuple[Member, ...]:
@@ -99,3 +109,24 @@ def emulated_rates(run: RunConfig) -> dict[tuple[str, str], float]:
 def lane_map(replay: ReplayConfig) -> dict[VirtualLane, VirtualLane]:
     """Which lane really carries what is asked to go on another: without lanes everything shares that of KV."""
     return {} if replay.qos == "lanes" else {VirtualLane.MODEL: VirtualLane.KV}
+
+
+def pace_of(run: RunConfig, node: str) -> Pace | None:
+    """How ``node`` paces its KV where software is to keep it out of the way of collectives; else None."""
+    if run.replay.qos != "software":
+        return None
+    rates = {
+        nic: rate * run.scale.dilation
+        for (owner, nic), rate in emulated_rates(run).items()
+        if owner == node and nic.startswith("cnic")
+    }
+    return Pace(rates, cluster_spec(run).lanes.kv, run.engine.shaper_tick_s)
+
+
+def refuse_on_links(replay: ReplayConfig) -> None:
+    """ConfigError for what is modelled in virtual time alone."""
+    if replay.copies == "cuda":
+        raise ConfigError(
+            "--copy cuda: a PCIe link that copies and collectives share is modelled in virtual time only; use"
+            " `emulate sim`, or --copy cnic"
+        )

@@ -21,9 +21,10 @@ from .fabric.clock import SimulationStuck, run_virtual
 from .fabric.fluid import FluidNetwork, open_fluid
 from .fabric.interface import VirtualLane
 from .fabric.maxmin import LaneRule
-from .plan import cluster_spec, emulated_rates, lane_map
+from .plan import cluster_spec, emulated_rates, lane_map, pace_of
 from .records import Decisions, RunRecords
 from .serving import Role, open_role
+from .shaper import open_paced
 from .workload import Workload
 
 __all__ = ["fluid_network", "lane_rules", "open_roles", "simulate", "waiting_line"]
@@ -124,15 +125,11 @@ async def open_roles(config: RunConfig) -> AsyncIterator[tuple[FluidNetwork, Map
     """All roles of a cluster by node, and the network that joins them. ``config`` is not dilated."""
     network = fluid_network(config)
     async with open_fluid(network), AsyncExitStack() as stack:
-        yield (
-            network,
-            {
-                member.name: await stack.enter_async_context(
-                    open_role(config, member.name, network.fabric(member.name))
-                )
-                for member in config.members
-            },
-        )
+        roles = {}
+        for name in (member.name for member in config.members):
+            fabric = await stack.enter_async_context(open_paced(network.fabric(name), pace_of(config, name)))
+            roles[name] = await stack.enter_async_context(open_role(config, name, fabric))
+        yield network, roles
 
 
 def waiting_line(waiting: Mapping[str, str]) -> str:

@@ -30,8 +30,9 @@ from .errors import EmulatorError, PeerLost, ProtocolViolation, leaf_errors
 from .fabric.interface import Endpoint, Fabric, Side, VirtualLane
 from .fabric.wallclock import WallClock
 from .logs import configure_logs
-from .plan import cluster_spec, emulated_rates, lane_map
+from .plan import cluster_spec, emulated_rates, lane_map, pace_of
 from .records import Decisions, HostSample
+from .shaper import open_paced
 
 __all__ = ["fault_of", "lateness_summary", "serve_station"]
 
@@ -196,7 +197,8 @@ class _Station:
                 rpc_latency_s=run.engine.rpc_latency_s,
                 rates={nic: rate for (node, nic), rate in emulated_rates(run).items() if node == self._name},
                 lane_map=lane_map(run.replay),
-            ) as fabric,
+            ) as links,
+            open_paced(links, pace_of(run, self._name)) as fabric,
             trio.open_nursery() as nursery,
         ):
             sampler = _Sampler(fabric, run.scale.dilation)
@@ -212,7 +214,7 @@ class _Station:
                                 work.start_soon(self._replay, role.client, step, sampler)
                             elif isinstance(step, control.Record):
                                 record = msgspec.structs.replace(
-                                    role.record(), host=sampler.sample(fabric.retransmits())
+                                    role.record(), host=sampler.sample(links.retransmits())
                                 )
                                 control.write_file(Path(step.result), record)
                                 self._recorded = True

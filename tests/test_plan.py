@@ -8,10 +8,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from emulator.config import EngineConfig, ModelConfig, RunConfig, ScaleConfig
+from emulator.config import EngineConfig, ModelConfig, ReplayConfig, RunConfig, ScaleConfig
 from emulator.deployment import Deployment
 from emulator.errors import ConfigError
-from emulator.plan import cluster_spec, emulated_rates, members_of, model_file, run_config
+from emulator.plan import (
+    cluster_spec,
+    emulated_rates,
+    members_of,
+    model_file,
+    pace_of,
+    refuse_on_links,
+    run_config,
+)
 from tests.within import assert_within
 from topology.errors import TopologyError
 from topology.spec import PRESETS, ClusterSpec, load_topology
@@ -91,3 +99,28 @@ def test_a_relative_file_needs_a_working_directory(tmp_path: Path, monkeypatch: 
     for model in (ModelConfig(name="mine.toml"), ModelConfig(costs="mine.csv")):
         with pytest.raises(ConfigError, match=r"mine.*absolute path"):
             run_config(spec, EngineConfig(), model, ScaleConfig())
+
+
+def test_a_node_paces_its_own_cnics_in_model_time() -> None:
+    """Only where software is asked for; every CNIC of the node at its payload rate, KV's share from the lanes."""
+    spec = load_topology("1p1d")
+    run = run_config(spec, *DEFAULTS, ReplayConfig(qos="software"))
+    pace = pace_of(run, "pe0")
+    assert pace is not None
+    assert set(pace.rates) == {f"cnic{gpu}" for gpu in range(8)}
+    rate = Deployment(run).scale.payload_rate(400e9 / 8)
+    for nic, paced in pace.rates.items():
+        assert_within(paced, rate, rel=1e-12, what=nic)
+    assert (pace.share, pace.tick_s) == (spec.lanes.kv, run.engine.shaper_tick_s)
+    storage = pace_of(run, "st0")
+    assert storage is not None and not storage.rates
+    for qos in ("lanes", "off"):
+        assert pace_of(msgspec.structs.replace(run, replay=ReplayConfig(qos=qos)), "pe0") is None
+
+
+def test_links_refuse_what_only_virtual_time_models() -> None:
+    """CUDA's copies, by the option's name; whatever else can be asked is fine."""
+    with pytest.raises(ConfigError, match=r"--copy cuda.*emulate sim"):
+        refuse_on_links(ReplayConfig(copies="cuda"))
+    for qos in ("lanes", "off", "software"):
+        refuse_on_links(ReplayConfig(qos=qos))

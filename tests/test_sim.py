@@ -271,3 +271,14 @@ def test_every_system_repeats_its_decisions(system: str) -> None:
     ]
     assert formed[0] == formed[1]
     assert broken(run, _mixed(), again) == []
+
+
+@pytest.mark.parametrize("ep_over", ["nvlink", "cnic"])
+@pytest.mark.parametrize("traffic", [{"qos": "off"}, {"qos": "software"}, {"copies": "cuda"}])
+def test_whatever_isolates_traffic_serves_and_breaks_nothing(traffic: dict[str, Any], ep_over: str) -> None:
+    """Tokens, bytes and pools do not depend on it, whole requests at once in HBM or layer by layer."""
+    for system in ("dualpath", "basic"):
+        run = config(agents=3, pe_nodes=2, de_nodes=2, system=system, ep_over=ep_over, **traffic)
+        records = simulate(run, _mixed())
+        assert [request.status for request in records.requests] == ["done"] * 9
+        assert broken(run, _mixed(), records) == []
