@@ -85,6 +85,17 @@ def test_a_file_decides(written: Callable[..., Path]) -> None:
     assert ANSWER_LIMIT_S == 5.0
 
 
+def test_the_guide_s_example_is_a_policy(tmp_path: Path) -> None:
+    """The code in docs/policies.md loads, and answers every question."""
+    guide = Path(__file__).parents[1] / "docs" / "policies.md"
+    path = tmp_path / "mine.py"
+    path.write_text(guide.read_text().split("```python\n")[1].split("```")[0])
+    policy = load_policy(path, SETUP)
+    assert policy.assign_prefill(QUEUE, ENGINES) == ("pe0/0", "pe0/1", "pe0/0")
+    assert policy.route_decode(QUEUE, GROUPS) == ("de0", "de1", "de0")
+    assert policy.choose_path(QUEUE[0], 3, 2) == "de"
+
+
 def own_policy(folder: Path) -> Policy:
     """DualPath's own source as a user's file."""
     source = Path(dualpath.__file__).read_text().replace("from .", "from emulator.policy.")

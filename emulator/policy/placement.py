@@ -54,7 +54,7 @@ def place(engines: Sequence[Load], lengths: Sequence[int], limit: int) -> list[i
         if rank < beyond:
             at = rank % n
             room = rooms[at]
-            del where[bisect_left(where, rank)]
+            del where[0 if where[0] == rank else bisect_left(where, rank)]
         else:
             found = by_tokens.first(length)
             if found is None:
