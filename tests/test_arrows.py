@@ -39,7 +39,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("workload", "chains", "traces", "synth", "metrics", "balance", "usage", "steps", "verify"),
         *("judge", "deployment", "messages", "segments", "decisions"),
         *("models", "models.*", "fabric", "fabric.interface"),
-        *("policy.interface", "policy.dualpath", "policy.roundrobin", "policy.builtin", "policy.least"),
+        *("policy.interface", "policy.dualpath", "policy.roundrobin", "policy.builtin"),
         *("policy.split", "policy.admission", "policy.packing", "policy.placement"),
     ),
     "fabric": ("fabric.*",),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulator.policy import BatchItem, Packable, pack, pack_batch
+from emulator.policy import Packable, pack
 
 CONSTANT_S = 0.25
 """What even an empty pass is predicted to take, a power of two so that the sums below are exact."""
@@ -116,32 +116,3 @@ def test_the_predictor_is_asked_seldom(new: int) -> None:
     rows = [(10, 1, 0)] * 50 + [(0, new, 0)]
     pack(items(rows), attention_s=attention, quota_s=40.0, batch_tokens=10**7, hbm_tokens=0)
     assert attention.calls <= len(rows) + new.bit_length() + 2
-
-
-def _attention(shape: Sequence[tuple[int, int]]) -> float:
-    return sum(new * (cached + new) for cached, new in shape) * 1e-3
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=8),
-    st.floats(0.001, 2.0),
-    st.integers(1, 60),
-    st.integers(1, 200),
-)
-def test_a_batch_is_the_longest_prefix_within_the_limits(
-    rows: list[tuple[int, int]], quota_s: float, batch_tokens: int, hbm_tokens: int
-) -> None:
-    """All within the limits, or the head alone; one more would break a limit; HBM is never exceeded."""
-    items = [BatchItem(f"r{at}", cached, new) for at, (cached, new) in enumerate(rows)]
-
-    def within(count: int) -> bool:
-        shape = rows[:count]
-        fits = sum(cached + new for cached, new in shape) <= hbm_tokens
-        alone = count == 1
-        return fits and (alone or (sum(new for _, new in shape) <= batch_tokens and _attention(shape) <= quota_s))
-
-    count = pack_batch(
-        items, attention_s=_attention, quota_s=quota_s, batch_tokens=batch_tokens, hbm_tokens=hbm_tokens
-    )
-    assert all(within(n) for n in range(1, count + 1))
-    assert count == len(items) or not within(count + 1)

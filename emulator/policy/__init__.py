@@ -9,14 +9,11 @@ engine's passes. Pure: no clock, no awaits, no chance but a seeded hash, ties by
 from .admission import Limits, refusal
 from .builtin import POLICIES, make_policy
 from .interface import Load, Policy, PolicySetup, Queued, Side, group_of
-from .least import EngineLoad, choose_engine, choose_path
-from .packing import BatchItem, Packable, pack, pack_batch
+from .packing import Packable, pack
 from .split import split_blocks
 
 __all__ = [
     "POLICIES",
-    "BatchItem",
-    "EngineLoad",
     "Limits",
     "Load",
     "Packable",
@@ -24,12 +21,9 @@ __all__ = [
     "PolicySetup",
     "Queued",
     "Side",
-    "choose_engine",
-    "choose_path",
     "group_of",
     "make_policy",
     "pack",
-    "pack_batch",
     "refusal",
     "split_blocks",
 ]

@@ -18,7 +18,7 @@ import msgspec
 from .interface import Load, PolicySetup, Queued, Side
 from .placement import place
 
-__all__ = ["DualPath", "shorter_queue"]
+__all__ = ["DualPath"]
 
 
 class DualPath(msgspec.Struct, frozen=True):
@@ -77,19 +77,14 @@ class DualPath(msgspec.Struct, frozen=True):
         return [engines[at].engine for at in place(engines, lengths, limit)]
 
     def choose_path(self, request: Queued, pe_read_queue: int, de_read_queue: int) -> Side:
-        """The side with fewer tokens to read."""
-        return shorter_queue(request.request, pe_read_queue, de_read_queue, self.setup.seed)
+        """The side whose node has the shorter read queue; a tie by a seeded hash of the request.
 
-
-def shorter_queue(request: str, pe_read_queue: int, de_read_queue: int, seed: int) -> Side:
-    """The side whose node has the shorter disk read queue in tokens; a tie by a seeded hash of the request.
-
-    A tie that always went to the PE would send every read of a lightly loaded cluster there.
-    """
-    if pe_read_queue != de_read_queue:
-        return "pe" if pe_read_queue < de_read_queue else "de"
-    digest = hashlib.blake2b(f"{seed}:{request}".encode(), digest_size=1).digest()
-    return "pe" if digest[0] & 1 else "de"
+        A tie that always went to the PE would send every read of a lightly loaded cluster there.
+        """
+        if pe_read_queue != de_read_queue:
+            return "pe" if pe_read_queue < de_read_queue else "de"
+        digest = hashlib.blake2b(f"{self.setup.seed}:{request.request}".encode(), digest_size=1).digest()
+        return "pe" if digest[0] & 1 else "de"
 
 
 def _fitting(queue: Sequence[Queued], free_tokens: int) -> list[int]:

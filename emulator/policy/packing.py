@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-__all__ = ["BatchItem", "Packable", "pack", "pack_batch"]
+__all__ = ["Packable", "pack"]
 
 Shape = Sequence[tuple[int, int]]
 """(cached, new) tokens of each request of a pass."""
@@ -78,38 +78,3 @@ def _largest_chunk(
             beyond = chunk
         chunk = (fits + beyond) // 2
     return fits, fits_s
-
-
-class BatchItem(msgspec.Struct, frozen=True):
-    """A request ready for prefill: what the packer needs to know of it."""
-
-    request: str
-    cached: int
-    new: int
-
-
-def pack_batch(
-    ready: Sequence[BatchItem],
-    *,
-    attention_s: Callable[[Sequence[tuple[int, int]]], float],
-    quota_s: float,
-    batch_tokens: int,
-    hbm_tokens: int,
-) -> int:
-    """How many requests from the head of ``ready`` form the next forward pass (FIFO, no request is skipped).
-
-    The predicted attention time of all stays within ``quota_s`` (paper: 300 ms), their new tokens within
-    ``batch_tokens``, their contexts within ``hbm_tokens``. The head is taken alone when it breaks the first two
-    by itself; 0 only where the head's context alone is longer than ``hbm_tokens``, which admission refuses.
-    """
-    shape: list[tuple[int, int]] = []
-    new = context = 0
-    for item in ready:
-        new += item.new
-        context += item.cached + item.new
-        shape.append((item.cached, item.new))
-        if context > hbm_tokens:
-            return len(shape) - 1
-        if len(shape) > 1 and (new > batch_tokens or attention_s(shape) > quota_s):
-            return len(shape) - 1
-    return len(shape)
