@@ -16,6 +16,7 @@ __all__ = [
     "Decision",
     "Decisions",
     "ExchangeRecord",
+    "GapRecord",
     "HostSample",
     "NodeRecord",
     "PoolRecord",
@@ -39,12 +40,26 @@ class TransferBytes(msgspec.Struct, frozen=True):
     messages: int
 
 
+class GapRecord(msgspec.Struct, frozen=True):
+    """Times between two collectives of a port direction in which none was outstanding: those of one length.
+
+    ``upto_s``: a power of two microseconds, which they are shorter than, and not shorter than half of it.
+    ``total_s``: of all of them. ``kv_bytes``: KV that came into place in them, each message whole where it ended.
+    """
+
+    upto_s: float
+    count: int
+    total_s: float
+    kv_bytes: int
+
+
 class PortBytes(msgspec.Struct, frozen=True):
     """One direction of one NIC on one lane, as this node's process counted it.
 
     ``direction`` is ``read`` (bytes leave the node's memory through the NIC) or ``write`` (bytes enter it).
     ``busy_s`` is the model time during which at least one message was outstanding on it. ``windows`` are
-    payload bytes per window of ``window_s``; a message counts whole in the window in which it is over.
+    payload bytes per window of ``window_s``; a message counts whole in the window in which it is over. ``gaps``:
+    those of the lane of collectives, by length.
     """
 
     nic: str
@@ -55,6 +70,7 @@ class PortBytes(msgspec.Struct, frozen=True):
     busy_s: float
     window_s: float
     windows: tuple[int, ...]
+    gaps: tuple[GapRecord, ...] = ()
 
 
 class ExchangeRecord(msgspec.Struct, frozen=True):

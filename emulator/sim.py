@@ -42,11 +42,11 @@ def simulate(
     decisions: Decisions | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> RunRecords:
-    """Replay ``workload`` in virtual time. Raises EmulatorError where a role does, or where nothing can ever happen
+    """Replay ``workload`` in virtual time.
 
-    any more: then it says which requests wait, and for what.
-
-    ConfigError where a link is so slow that the run would not end before the horizon of virtual time.
+    EmulatorError where a role raises one, or where nothing can ever happen any more: then it says which requests
+    wait, and for what. ConfigError where a link is so slow that the run would not end before the horizon of
+    virtual time.
     """
     _check_horizon(config, workload)
     virtual = msgspec.structs.replace(config, scale=msgspec.structs.replace(config.scale, dilation=1.0))

@@ -121,6 +121,8 @@ def _remarks(entry: dict[str, Any], name: str) -> Iterator[str]:
             f"{name}: CNICs are {idle['idle']:.1%} of the time without a collective;"
             f" KV took {idle['kv_of_left']:.1%} of what those left"
         )
+    if idle is not None and idle["gaps"]:
+        yield f"{name}: {_gaps(idle['gaps'])}"
     rings: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in entry["collectives"]:
         if row["model_bytes"]:
@@ -134,6 +136,24 @@ def _remarks(entry: dict[str, Any], name: str) -> Iterator[str]:
             f"{name}: {count} exchanges of {ring} on lane {lane}, {least:.0f} to {most:.0f} KB a port:"
             f" mean {mean_ms:.3f} ms, longest {max_ms:.3f} ms"
         )
+
+
+def _gaps(rows: Sequence[dict[str, Any]]) -> str:
+    """How long idle times between two collectives are, by their part of all such time, and what KV fills."""
+    time = sum(row["time"] for row in rows)
+    upto_ms = []
+    for part in (0.5, 0.9):
+        below = 0.0
+        for row in rows:
+            below += row["time"]
+            if below >= part * time:
+                upto_ms.append(1e3 * row["upto_s"])
+                break
+    kv = sum(row["kv"] * row["time"] for row in rows) / time
+    return (
+        f"between two collectives CNICs idle {time:.1%} of the time, half of that in gaps below"
+        f" {upto_ms[0]:.2g} ms, nine tenths below {upto_ms[1]:.2g} ms; KV fills {kv:.1%} of it"
+    )
 
 
 def _faults(entry: dict[str, Any]) -> list[Text]:

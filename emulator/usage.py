@@ -14,12 +14,13 @@ import msgspec
 
 from .fabric.interface import VirtualLane
 from .metrics import Direction, Setup, windows_since
-from .records import ExchangeRecord, NodeRecord, RunRecords
+from .records import ExchangeRecord, GapRecord, NodeRecord, RunRecords
 
 __all__ = [
     "Binding",
     "CnicIdle",
     "Exchanges",
+    "Gaps",
     "binding",
     "cnic_idle",
     "collectives",
@@ -55,18 +56,32 @@ class Exchanges(msgspec.Struct, frozen=True):
     max_s: float
 
 
+class Gaps(msgspec.Struct, frozen=True):
+    """Times between two collectives of a port: the ``count`` of them that are half of ``upto_s`` or longer.
+
+    ``time``: their part of the run, as a mean over ports. ``kv``: KV as a part of the bytes that fit into them.
+    """
+
+    upto_s: float
+    count: int
+    time: float
+    kv: float
+
+
 class CnicIdle(msgspec.Struct, frozen=True):
     """What collectives leave of the CNICs that carry them, as means over ``ports`` port directions.
 
     ``idle``: the part of the run in which no collective's message was outstanding. ``kv_of_left``: of the bytes
-    that the ports could have carried beside the collectives', how many were KV. Collectives take milliseconds and
-    counters have windows of a tenth of a second, so that which byte of KV went into which gap is not known; in
-    sum it is, because a port that carries a collective has no more than the rest left for KV.
+    that the ports could have carried beside the collectives', how many were KV. ``gaps``: the idle times between
+    two collectives, by length. A message of KV counts whole in the gap in which it ends, and in none where it ends
+    beside a collective; one that a collective cuts in two mostly ends in the gap after it, since beside the
+    collective it hardly moves, so that short gaps have some of their neighbours' KV.
     """
 
     idle: float
     kv_of_left: float
     ports: int
+    gaps: tuple[Gaps, ...] = ()
 
 
 def utilisation(records: RunRecords, setup: Setup) -> dict[tuple[str, str, Direction], float] | None:
@@ -166,12 +181,15 @@ def cnic_idle(records: RunRecords, setup: Setup) -> CnicIdle | None:
     rates = {(p.node, p.nic): p.rate_bps for p in setup.ports if p.nic.startswith("cnic")}
     idle: list[float] = []
     left, used = 0.0, 0
+    gaps: defaultdict[float, list[tuple[GapRecord, float]]] = defaultdict(list)
     for node in records.nodes:
         for model in node.ports:
             rate = rates.get((node.node, model.nic))
             if model.lane != VirtualLane.MODEL or not model.payload_bytes or rate is None:
                 continue
             idle.append(1 - model.busy_s / elapsed)
+            for gap in model.gaps:
+                gaps[gap.upto_s].append((gap, rate))
             left += rate * elapsed - model.payload_bytes
             used += sum(
                 p.payload_bytes
@@ -180,7 +198,20 @@ def cnic_idle(records: RunRecords, setup: Setup) -> CnicIdle | None:
             )
     if not idle or left <= 0:
         return None
-    return CnicIdle(math.fsum(idle) / len(idle), used / left, len(idle))
+    return CnicIdle(
+        idle=math.fsum(idle) / len(idle),
+        kv_of_left=used / left,
+        ports=len(idle),
+        gaps=tuple(
+            Gaps(
+                upto_s,
+                count=sum(gap.count for gap, _ in rows),
+                time=math.fsum(gap.total_s for gap, _ in rows) / (elapsed * len(idle)),
+                kv=sum(gap.kv_bytes for gap, _ in rows) / math.fsum(rate * gap.total_s for gap, rate in rows),
+            )
+            for upto_s, rows in sorted(gaps.items())
+        ),
+    )
 
 
 def pool_peaks(records: RunRecords, setup: Setup) -> Mapping[str, float]:

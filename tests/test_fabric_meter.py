@@ -101,3 +101,53 @@ def test_a_window_has_a_width(window_s: float) -> None:
     """Windows of no, negative or endless width are refused."""
     with pytest.raises(ValueError, match="window_s"):
         Books(window_s)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 30)), max_size=12),
+    st.lists(st.tuples(st.integers(0, 330), st.integers(1, 1000)), max_size=20),
+)
+def test_gaps_are_the_idle_times_between_collectives(
+    collectives: list[tuple[int, int]], kv: list[tuple[int, int]]
+) -> None:
+    """Each in the class of its length, with the KV that ended in it; KV beside a collective is in none."""
+    books = Books(1e-3)
+    model, low = (books.port("cnic0", "write", lane) for lane in (VirtualLane.MODEL, VirtualLane.KV))
+    other = books.port("cnic0", "read", VirtualLane.KV)
+    # A tick is 1 us; KV ends half a tick later than anything else, so that it is on one side of each change.
+    events = [(float(at), "begin", 0) for at, _ in collectives]
+    events += [(float(at + length), "end", 0) for at, length in collectives]
+    events += [(at + 0.5, "kv", size) for at, size in kv]
+    for at, kind, size in sorted(events):
+        now_s = at * 1e-6
+        if kind == "begin":
+            model.begin(now_s)
+        elif kind == "end":
+            model.end(now_s, 1)
+        else:
+            for meter in (low, other):
+                meter.begin(now_s)
+                meter.end(now_s, size)
+    busy = {tick for at, length in collectives for tick in range(at, at + length)}
+    first, last = (min(busy), max(busy)) if busy else (0, -1)
+    found: dict[int, list[int]] = {}
+    begin = first
+    for tick in range(first, last + 1):
+        if tick not in busy:
+            continue
+        if (length := tick - begin) > 0:
+            row = found.setdefault(length.bit_length(), [0, 0, 0])
+            row[0] += 1
+            row[1] += length
+            row[2] += sum(size for at, size in kv if begin <= at < tick)
+        begin = tick + 1
+    records = {port.lane: port for port in books.ports(1.0) if port.direction == "write"}
+    gaps = records[VirtualLane.MODEL].gaps
+    assert not records[VirtualLane.KV].gaps
+    assert sum(gap.count for gap in gaps) == sum(count for count, _, _ in found.values())
+    assert sum(gap.kv_bytes for gap in gaps) == sum(size for _, _, size in found.values())
+    total_s = 1e-6 * sum(length for _, length, _ in found.values())
+    assert_within(sum(gap.total_s for gap in gaps), total_s, absolute=1e-12, what="seconds of all gaps")
+    for gap in gaps:
+        mean_s = gap.total_s / gap.count
+        assert gap.upto_s / 2 * (1 - 1e-9) <= mean_s <= gap.upto_s * (1 + 1e-9)

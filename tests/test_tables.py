@@ -33,11 +33,16 @@ def entry_of(**changes: Any) -> dict[str, Any]:
     return report.build_report(finished(evidence=evidence(37, 3))) | changes
 
 
+GAPS = [
+    {"upto_s": 0.001024, "count": 70, "time": 0.1, "kv": 0.5},
+    {"upto_s": 0.004096, "count": 20, "time": 0.25, "kv": 0.2},
+    {"upto_s": 0.065536, "count": 1, "time": 0.05, "kv": 0.0},
+]
 FULL = {
     "predictor_error": 0.0123,
     "pool_hit_ratio": 0.456,
     "attention_max_over_avg": 1.06,
-    "cnic_idle": {"idle": 0.834, "kv_of_left": 0.312, "ports": 16},
+    "cnic_idle": {"idle": 0.834, "kv_of_left": 0.312, "ports": 16, "gaps": GAPS},
     "collectives": [
         {"ring": "pe", "lane": "MODEL", "model_bytes": size, "count": 4, "mean_s": size / 1e9, "max_s": size / 1e8}
         for size in (0, 4_000, 12_000)
@@ -77,6 +82,10 @@ def test_what_else_was_measured_is_told_below() -> None:
     assert "dualpath: attention times are predicted to 1.2%" in text
     assert "dualpath: the DRAM pool gave 45.6% of the hit" in text
     assert "CNICs are 83.4% of the time without a collective; KV took 31.2% of what those left" in text
+    assert (
+        "between two collectives CNICs idle 40.0% of the time, half of that in gaps below 4.1 ms, nine tenths"
+        " below 66 ms; KV fills 25.0% of it"
+    ) in text
     # Barriers carry nothing and are not in the range.
     assert "8 exchanges of pe on lane MODEL, 4 to 12 KB a port: mean 0.008 ms, longest 0.120 ms" in text
     bare = shown(entry_of(predictor_error=None))

@@ -7,8 +7,18 @@ import pytest
 
 from emulator.fabric.interface import VirtualLane
 from emulator.metrics import Port
-from emulator.records import BatchRecord, ExchangeRecord, NodeRecord, PoolRecord, PortBytes, RunRecords
-from emulator.usage import Binding, CnicIdle, Exchanges, binding, cnic_idle, collectives, pool_peaks, utilisation
+from emulator.records import BatchRecord, ExchangeRecord, GapRecord, NodeRecord, PoolRecord, PortBytes, RunRecords
+from emulator.usage import (
+    Binding,
+    CnicIdle,
+    Exchanges,
+    Gaps,
+    binding,
+    cnic_idle,
+    collectives,
+    pool_peaks,
+    utilisation,
+)
 
 from .made_records import port, run, setup
 from .within import assert_within
@@ -110,6 +120,19 @@ def test_kv_uses_what_collectives_leave() -> None:
     )
     figure = cnic_idle(run(nodes=(NodeRecord(node="pe0", ports=ports),)), setup(CNIC))
     assert figure == CnicIdle(idle=0.7, kv_of_left=0.5, ports=1)
+
+
+def test_gaps_are_joined_by_length_over_all_ports() -> None:
+    """Counts add up; time is a mean over ports, KV a part of what fits into the gaps of all."""
+    one = msgspec.structs.replace(
+        lane(VirtualLane.MODEL, 200, 3.0), gaps=(GapRecord(0.5, 4, 1.0, 60), GapRecord(2.0, 1, 1.0, 0))
+    )
+    other = msgspec.structs.replace(
+        lane(VirtualLane.MODEL, 200, 3.0, "write"), gaps=(GapRecord(2.0, 2, 3.0, 120),)
+    )
+    figure = cnic_idle(run(nodes=(NodeRecord(node="pe0", ports=(one, other)),)), setup(CNIC))
+    assert figure is not None
+    assert figure.gaps == (Gaps(0.5, 4, 0.05, 0.6), Gaps(2.0, 3, 0.2, 0.3))
 
 
 def test_without_a_lane_of_their_own_collectives_have_no_gaps() -> None:

@@ -6,9 +6,10 @@ one against the other.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
-from ..records import ExchangeRecord, PortBytes, TransferBytes
+from ..records import ExchangeRecord, GapRecord, PortBytes, TransferBytes
 from .interface import FREE_NIC, Transfer, VirtualLane
 
 __all__ = ["Books", "PortMeter"]
@@ -16,11 +17,49 @@ __all__ = ["Books", "PortMeter"]
 Direction = Literal["read", "write"]
 
 
+US = 1e-6
+
+
+class _Gaps:
+    """One direction of a NIC: the times between two collectives, and the KV placed in them.
+
+    No collective is outstanding then. What is before the first one, or after the last, is between none.
+    """
+
+    __slots__ = ("_kv_bytes", "_rows", "_since_s")
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._kv_bytes = 0
+        self._rows: dict[int, tuple[int, float, int]] = {}
+
+    def open(self, now_s: float) -> None:
+        """No collective is outstanding any more."""
+        self._since_s, self._kv_bytes = now_s, 0
+
+    def close(self, now_s: float) -> None:
+        """One is again, or for the first time."""
+        if self._since_s is not None and (length_s := now_s - self._since_s) > 0:
+            power = math.frexp(length_s / US)[1]
+            count, total_s, kv_bytes = self._rows.get(power, (0, 0.0, 0))
+            self._rows[power] = (count + 1, total_s + length_s, kv_bytes + self._kv_bytes)
+        self._since_s = None
+
+    def place(self, payload_bytes: int) -> None:
+        """A message of KV is in place."""
+        self._kv_bytes += payload_bytes
+
+    def record(self) -> tuple[GapRecord, ...]:
+        """Shortest first."""
+        return tuple(GapRecord(math.ldexp(US, power), *self._rows[power]) for power in sorted(self._rows))
+
+
 class PortMeter:
     """One direction of a NIC on one lane. Busy while at least one message is outstanding."""
 
     __slots__ = (
         "_busy_s",
+        "_gaps",
         "_messages",
         "_outstanding",
         "_payload_bytes",
@@ -30,8 +69,11 @@ class PortMeter:
         "key",
     )
 
-    def __init__(self, nic: str, direction: Direction, lane: VirtualLane, window_s: float) -> None:
+    def __init__(
+        self, nic: str, direction: Direction, lane: VirtualLane, window_s: float, gaps: _Gaps | None = None
+    ) -> None:
         self.key = (nic, direction, lane)
+        self._gaps = _Gaps() if gaps is None else gaps
         self._window_s = window_s
         self._windows: list[int] = []
         self._payload_bytes = self._messages = self._outstanding = 0
@@ -41,6 +83,8 @@ class PortMeter:
         """A message is outstanding from now on."""
         if not self._outstanding:
             self._since_s = now_s
+            if self.key[2] is VirtualLane.MODEL:
+                self._gaps.close(now_s)
         self._outstanding += 1
 
     def end(self, now_s: float, payload_bytes: int) -> None:
@@ -48,6 +92,8 @@ class PortMeter:
         self.drop(now_s)
         self._payload_bytes += payload_bytes
         self._messages += 1
+        if self.key[2] is VirtualLane.KV:
+            self._gaps.place(payload_bytes)
         index = int(now_s // self._window_s)
         if index >= len(self._windows):
             self._windows.extend([0] * (index + 1 - len(self._windows)))
@@ -58,6 +104,8 @@ class PortMeter:
         self._outstanding -= 1
         if not self._outstanding:
             self._busy_s += now_s - self._since_s
+            if self.key[2] is VirtualLane.MODEL:
+                self._gaps.open(now_s)
 
     def record(self, now_s: float) -> PortBytes:
         """The counters as of now."""
@@ -72,6 +120,7 @@ class PortMeter:
             busy_s=self._busy_s + running,
             window_s=self._window_s,
             windows=tuple(self._windows),
+            gaps=self._gaps.record() if lane is VirtualLane.MODEL else (),
         )
 
 
@@ -83,6 +132,7 @@ class Books:
             raise ValueError(f"window_s {window_s}: expected a positive, finite number")
         self._window_s = window_s
         self._ports: dict[tuple[str, Direction, VirtualLane], PortMeter] = {}
+        self._gaps: dict[tuple[str, Direction], _Gaps] = {}
         self._sent: dict[tuple[Transfer, str, str], list[int]] = {}
         self._received: dict[tuple[Transfer, str, str], list[int]] = {}
         self._exchanges: dict[tuple[str, VirtualLane, int], tuple[int, float, float, float]] = {}
@@ -94,7 +144,8 @@ class Books:
         key = (nic, direction, lane)
         meter = self._ports.get(key)
         if meter is None:
-            meter = self._ports[key] = PortMeter(nic, direction, lane, self._window_s)
+            gaps = self._gaps.setdefault((nic, direction), _Gaps())
+            meter = self._ports[key] = PortMeter(nic, direction, lane, self._window_s, gaps)
         return meter
 
     def count_sent(self, transfer: Transfer, src: str, dst: str, payload_bytes: int) -> None:

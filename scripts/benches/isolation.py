@@ -2,8 +2,7 @@
 
 Two PE nodes of two GPUs. Each GPU's CNIC is saturated in both directions by its engine's H2D copies (DRAM to HBM
 through the NIC), which are layers of a hit of 32K tokens; meanwhile the PE group exchanges a given number of bytes
-a port. Under CUDA's copies it is the GPU's PCIe link that these saturate, in one direction; once more with loads
-from a DE, whose bytes come through the CNIC and cross the same link.
+a port. Under CUDA's copies it is the GPU's PCIe link that these saturate, in one direction.
 
 In virtual time sizes are model bytes, so that an exchange takes as long as on the real cluster, from a third of a
 microsecond on. On links (needs root) they are payload bytes, each of which stands for hundreds of model bytes.
@@ -20,12 +19,13 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
+from types import MappingProxyType
 
 import msgspec
 import trio
 
 from emulator.config import EngineConfig, ModelConfig, ReplayConfig, RunConfig, ScaleConfig
-from emulator.deployment import Deployment, engine_gpu, engine_node
+from emulator.deployment import Deployment, engine_gpu
 from emulator.extent import Extent
 from emulator.fabric.clock import run_virtual
 from emulator.fabric.fluid import open_fluid
@@ -63,16 +63,16 @@ LEAD_S = 2e-3
 LASTING = 256 * KIB
 BOUND = 1.1
 SPEC = ClusterSpec(name="isolation", pe_nodes=2, de_nodes=1, gpus_per_node=2)
-MODES: tuple[tuple[str, ReplayConfig, bool], ...] = (
-    ("lanes", ReplayConfig(), False),
-    ("qos off", ReplayConfig(qos="off"), False),
-    ("qos software", ReplayConfig(qos="software"), False),
-    ("copy cuda", ReplayConfig(copies="cuda"), False),
-    ("copy cuda and DE loads", ReplayConfig(copies="cuda"), True),
+MODES = MappingProxyType(
+    {
+        "lanes": ReplayConfig(),
+        "qos off": ReplayConfig(qos="off"),
+        "qos software": ReplayConfig(qos="software"),
+        "copy cuda": ReplayConfig(copies="cuda"),
+    }
 )
-"""What is measured, and whether a DE loads meanwhile. CUDA's copies are modelled in virtual time only."""
+"""What is measured; CUDA's copies in virtual time only."""
 NODES = ("pe0", "pe1")
-LOADER = "de0"
 
 Taken = Mapping[int, Sequence[float]]
 """Model seconds of every exchange, by the size that a port sent."""
@@ -85,14 +85,14 @@ def main(argv: Sequence[str]) -> int:
     if "--virtual" not in argv:
         need_root("isolation")
     figures: list[Figure] = []
-    for name, replay, loads in MODES:
-        figures += _figures(f"virtual time, {name}", _virtual(replay, loads=loads), _size, bounded=name == "lanes")
+    for name, replay in MODES.items():
+        figures += _figures(f"virtual time, {name}", _virtual(replay), _size, bounded=name == "lanes")
     if "--virtual" not in argv:
         # The links are in question, not how busy the host is: this process goes before what else runs here.
         with suppress(PermissionError):
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
         with _links() as links:
-            for name, replay, _ in MODES:
+            for name, replay in MODES.items():
                 if replay.copies != "cuda":
                     taken = links.measure(replay)
                     figures += _figures(f"links, {name}", taken, _payload_size, bounded=name == "lanes")
@@ -130,13 +130,9 @@ def _run(replay: ReplayConfig, kv_bytes: int, dilation: float) -> RunConfig:
 
 
 class _Group:
-    """The PE group over a fabric: its exchanges, and what its engines copy meanwhile.
+    """The PE group over a fabric: its exchanges, and what its engines copy meanwhile."""
 
-    ``loads``: whether the DE's engines send to them too, each to all of its rank.
-    """
-
-    def __init__(self, run: RunConfig, fabrics: Mapping[str, Fabric], *, loads: bool = False) -> None:
-        self._loads = loads
+    def __init__(self, run: RunConfig, fabrics: Mapping[str, Fabric]) -> None:
         self._deployment = deployment = Deployment(run)
         self._fabrics = fabrics
         ((_, group),) = deployment.groups(NODES[0])
@@ -157,26 +153,19 @@ class _Group:
             for node in NODES:
                 traffic = Traffic(self._deployment, self._fabrics[node])
                 for engine in self._deployment.engines_of(node):
-                    nursery.start_soon(self._send, traffic, Transfer.PE_H2D, engine, engine)
-            if self._loads:
-                traffic = Traffic(self._deployment, self._fabrics[LOADER])
-                for engine in self._deployment.engines_of(LOADER):
-                    for node in NODES:
-                        loaded = self._deployment.engines_of(node)[engine_gpu(engine)]
-                        nursery.start_soon(self._send, traffic, Transfer.DE_LOAD, engine, loaded)
+                    nursery.start_soon(self._copy, traffic, engine, self._sources[node])
             await self._fabrics[NODES[0]].sleep(5 * REST_S)
             beside = {size: await self._exchanges(payload, repeats) for size, payload in payloads.items()}
             nursery.cancel_scope.cancel()
         return alone, beside
 
-    async def _send(self, traffic: Traffic, transfer: Transfer, src: str, dst: str) -> None:
-        """Layers from the DRAM of an engine to the HBM of one without end."""
-        source = self._sources[engine_node(src)]
-        ends = (self._deployment.host(src), self._deployment.gpu(dst), hbm_region(engine_gpu(dst)))
+    async def _copy(self, traffic: Traffic, engine: str, source: Region) -> None:
+        """Layers from the engine's DRAM to its HBM without end."""
+        ends = (self._deployment.host(engine), self._deployment.gpu(engine), hbm_region(engine_gpu(engine)))
         whole = (Extent(0, self._size),)
         segments = [Segment(whole, whole)] * 1000
         while True:
-            async with traffic.stream(src, transfer, ends, source, segments) as stream:
+            async with traffic.stream(engine, Transfer.PE_H2D, ends, source, segments) as stream:
                 for index in range(len(segments)):
                     stream.release(index + 1)
                     await stream.wait_placed(max(0, index + 1 - OUTSTANDING))
@@ -199,7 +188,7 @@ class _Group:
         return exchanged.over_s - exchanged.started_s
 
 
-def _virtual(replay: ReplayConfig, *, loads: bool) -> Beside:
+def _virtual(replay: ReplayConfig) -> Beside:
     run = _run(replay, VIRTUAL_KV_BYTES, 1.0)
     scale = Deployment(run).scale
 
@@ -208,10 +197,10 @@ def _virtual(replay: ReplayConfig, *, loads: bool) -> Beside:
         async with open_fluid(network), AsyncExitStack() as stack:
             fabrics = {
                 node: await stack.enter_async_context(open_paced(network.fabric(node), pace_of(run, node)))
-                for node in (*NODES, LOADER)
+                for node in NODES
             }
             payloads = {size: scale.payload_bytes(size) for size in VIRTUAL_SIZES}
-            return await _Group(run, fabrics, loads=loads).measure(payloads, VIRTUAL_REPEATS)
+            return await _Group(run, fabrics).measure(payloads, VIRTUAL_REPEATS)
 
     return run_virtual(work)
 
