@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from emulator.config import ModelConfig, RunConfig
 from emulator.errors import ConfigError
 from emulator.fabric.fluid import FluidNetwork
-from emulator.models.shape import load_shape
 from emulator.records import Decisions, RunRecords
 from emulator.serving import Role
 from emulator.sim import simulate
 from emulator.workload import Trajectory, Workload
 from tests.clusters import broken, config, conversation
 
+from .sizes import gigabytes
 from .virtual import client_of, disturbed
 
 SYSTEMS = ("basic", "dualpath", "split", "oracle", "mooncake", "direct")
@@ -52,10 +52,8 @@ STAMPS = (
 def _config(system: str, *, tight: bool, **engine: Any) -> RunConfig:
     """The toy's few layers; memory for all at once, or for two requests at a time; small chunks."""
     replay: dict[str, Any] = {"de_direct": True} if system == "direct" else {"system": system}
-    shape = load_shape("toy")
-    full_gb = 700 * shape.layers * shape.kv_bytes / 1e9
     room = {"de_buffer_gb": 2.4, "pe_buffer_gb": 1.1, "de_hbm_kv_gb": 3.2} if tight else {"de_hbm_kv_gb": 10.0}
-    memory = {name: contexts * full_gb for name, contexts in room.items()}
+    memory = {name: contexts * gigabytes(700) for name, contexts in room.items()}
     run = config(gpus=1, warm=True, model=ModelConfig(name="toy"), engine=memory | engine, **replay)
     rates = {"snic_gbps": 0.0007, "cnic_gbps": 0.2} if tight else {}
     return msgspec.structs.replace(run, topology={**run.topology, **rates})
