@@ -11,8 +11,8 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emulator.costmodel import CostModel
 from emulator.fabric.fluid import FluidFabric
+from emulator.hardware import Hardware
 from emulator.records import RunRecords
 from emulator.sim import simulate
 from emulator.workload import Workload
@@ -26,18 +26,18 @@ def _run(load: Workload, late_s: float) -> tuple[RunRecords, list[str], set[floa
     """A run whose every sleep ends ``late_s`` too late: its records, what it broke, the lengths of its steps."""
     run = config(gpus=1, agents=len(load.trajectories))
     steps: set[float] = set()
-    decode_step_s = CostModel.decode_step_s
+    decode_attention_s = Hardware.decode_attention_s
 
-    def told(costs: CostModel, contexts: Sequence[int]) -> float:
-        step_s = decode_step_s(costs, contexts)
-        steps.add(step_s)
-        return step_s
+    def told(hardware: Hardware, contexts: Sequence[int]) -> float:
+        attention_s = decode_attention_s(hardware, contexts)
+        steps.add(attention_s + hardware.decode_rest_s(len(contexts)))
+        return attention_s
 
     async def sleep_until(fabric: FluidFabric, at_s: float) -> None:
         await trio.sleep_until(at_s + late_s)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CostModel, "decode_step_s", told)
+        patch.setattr(Hardware, "decode_attention_s", told)
         patch.setattr(FluidFabric, "sleep_until", sleep_until)
         records = simulate(run, load)
     return records, broken(run, load, records), steps
