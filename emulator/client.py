@@ -12,7 +12,7 @@ waits until nothing of it is under way. It is cancelled, and so are its trajecto
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -47,6 +47,7 @@ from .messages import (
 from .models.backend import Backend
 from .models.reference import prompt_blocks
 from .records import Decisions, RequestRecord, Status
+from .watch import watch
 from .workload import Trajectory, Workload, request_id
 
 __all__ = ["Client", "Replayed"]
@@ -97,6 +98,10 @@ class Client:
                 nursery.start_soon(self._follow, agent, t0_s, nursery, name=f"agent {trajectory.id}")
         order = [request_id(t, turn) for t in workload.trajectories for turn in range(len(t.turns))]
         return t0_s, self._fabric.now(), tuple(self._records[name] for name in order)
+
+    async def watch(self) -> NoReturn:
+        """Raise EmulatorError when the replay gets no further; for fabrics whose clock does not know."""
+        await watch(self._deployment, self._fabric, lambda: bool(self._requests))
 
     def give_up(self, request: str) -> bool:
         """Give a request up, whatever is being done for it; whether it was under way."""

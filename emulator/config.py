@@ -53,6 +53,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     what a loop that shares its processor with an engine's other work keeps; a faster one would have to spin).
 
     ``request_timeout_s``: a turn that is not settled so long after it arrived is given up; 0: never.
+    ``stall_s``: *wall* seconds without any progress after which a run on real links ends with an error.
     """
 
     pe_buffer_gb: float = 80.0
@@ -80,11 +81,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hardware_seed: int = 0
     hardware_deviation: float = 0.04
     request_timeout_s: float = 0.0
+    stall_s: float = 120.0
 
     def __post_init__(self) -> None:
         for name in (
             *("pe_buffer_gb", "de_buffer_gb", "pool_gb", "pe_hbm_kv_gb", "de_hbm_kv_gb", "quota_s"),
-            *("alpha_s", "beta_s", "z", "dram_gbps", "pcie_gbps"),
+            *("alpha_s", "beta_s", "z", "dram_gbps", "pcie_gbps", "stall_s"),
         ):
             value = getattr(self, name)
             if not 0 < value <= _MOST_GB_OR_S:

@@ -110,6 +110,11 @@ class DecodeNode:
         for pool in self._writer.pools:
             yield pool.record()
 
+    @property
+    def steps(self) -> int:
+        """Decode steps so far, of all engines."""
+        return sum(steps.steps for steps in self._groups.values())
+
     async def serve(self, message: Serve) -> Served:
         """Serve one request to its last token.
 

@@ -33,6 +33,8 @@ class DecodeGroup:
         self._engines = engines
         self._arrived = trio.Event()
         self._epoch: trio.CancelScope | None = None
+        self.steps = 0
+        """Steps so far."""
 
     async def decode(self, engine: DecodeEngine, sequence: DecodeSequence) -> None:
         """Join ``engine``'s batch at the next step; return when the last token is out (at once for no tokens)."""
@@ -72,6 +74,7 @@ class DecodeGroup:
             for engine in self._engines:
                 await engine.advance(steps, started_s, step_s)
             started_s += steps * step_s
+            self.steps += steps
 
     async def _alone(self, attention_s: float) -> float:
         """The length of a step with these batches, for a group without others."""

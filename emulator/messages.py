@@ -19,6 +19,7 @@ __all__ = [
     "COMMIT",
     "COMMITTED",
     "FETCH",
+    "INQUIRE",
     "LOAD",
     "PREFILL",
     "PUT",
@@ -38,6 +39,7 @@ __all__ = [
     "Committed",
     "Decided",
     "Fetch",
+    "Inquiry",
     "Load",
     "Phase",
     "PlannedBatch",
@@ -50,6 +52,7 @@ __all__ = [
     "Served",
     "Settle",
     "Settled",
+    "Standing",
     "Submit",
     "Wake",
 ]
@@ -237,6 +240,17 @@ class Wake(msgspec.Struct, frozen=True):
     """Scheduler to a group's leader: there is work waiting that you may fetch."""
 
 
+class Inquiry(msgspec.Struct, frozen=True):
+    """Client to any node: how far are you?"""
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """``steps`` changes whenever anything gets done here; ``waiting`` are requests and what each is doing here."""
+
+    steps: int
+    waiting: dict[str, str]
+
+
 class Decided(msgspec.Struct, frozen=True):
     """Client to the scheduler, before the clock starts: decide as recorded."""
 
@@ -268,6 +282,7 @@ CANCEL = Method("cancel", Cancel, Cancelled)
 PREFILL = Method("prefill", Prefill, Prefilled)
 LOAD = Method("load", Load, Ack)
 READ = Method("read", Read, Ack)
+INQUIRE = Method("inquire", Inquiry, Standing)
 COMMIT = Method("commit", Commit, Ack)
 PUT = Method("put", Put, Ack)
 REPLAY_DECISIONS = Method("replay_decisions", Decided, Ack)

@@ -115,8 +115,12 @@ class PrefillNode:
 
     def waiting(self) -> Iterator[tuple[str, str]]:
         """Every request here, and what it is doing."""
-        for withdrawal in self._withdrawals.values():
-            yield withdrawal.request, f"{withdrawal.doing} on {self._fabric.node}"
+        for name, withdrawal in self._withdrawals.items():
+            doing = f"{withdrawal.doing} on {self._fabric.node}"
+            for engine in self._engines.values():
+                if lacking := engine.lacks(name):
+                    doing = f"waiting on {engine.name}, whose next recorded batch lacks {', '.join(lacking)}"
+            yield name, doing
 
     async def _prefill(self, request: Prefill, withdrawal: Withdrawal, reports: Reports) -> Prefilled:
         decision, sequence = request.assignment.decision, request.assignment.sequence

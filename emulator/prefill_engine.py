@@ -153,6 +153,12 @@ class PrefillEngine:
         planned = self._planned(step)
         return planned is None or all(name in self._ready for name in planned.requests)
 
+    def lacks(self, job: str) -> tuple[str, ...]:
+        """The requests that the next recorded batch waits for, where ``job`` waits behind it."""
+        if not self.recorded or job not in self._ready:
+            return ()
+        return tuple(name for name in self.recorded[0].requests if name not in self._ready)
+
     def take(self, step: int) -> list[Chunk]:
         """The next batch, for the group's forward ``step``: as recorded, or as packed now; maybe empty."""
         if self.recorded is None:

@@ -18,6 +18,7 @@ from .deployment import Deployment
 from .drampool import PoolMaster
 from .errors import EmulatorError
 from .fabric.interface import Fabric
+from .messages import INQUIRE, Inquiry, Standing
 from .policy import Policy, make_policy
 from .policy.plugin import load_policy
 from .prefill import PrefillNode
@@ -50,6 +51,14 @@ class Role:
         """Requests that this node has to do with, by name, and what each is doing here."""
         part = self._part
         return dict(part.waiting()) if isinstance(part, PrefillNode | DecodeNode | Scheduler) else {}
+
+    async def standing(self, request: Inquiry) -> Standing:
+        """How far this node is: whatever it does, it sends, receives or steps."""
+        rows = (*self._fabric.sent(), *self._fabric.received())
+        steps = sum(row.messages for row in rows)
+        if isinstance(self._part, DecodeNode):
+            steps += self._part.steps
+        return Standing(steps, self.waiting())
 
     def booked(self) -> dict[str, int]:
         """What the scheduler has on its books; nothing once all requests are over, and on other nodes."""
@@ -113,5 +122,7 @@ async def open_role(
                     pool = PoolMaster(deployment, fabric) if deployment.system.pool else None
                 case "client":
                     part = Client(deployment, fabric, deployment.load_backend())
-            yield Role(fabric, part, pool)
+            role = Role(fabric, part, pool)
+            fabric.serve(INQUIRE, role.standing)
+            yield role
             tasks.cancel_scope.cancel()

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
-import trio
 
 from topology.lanes import LaneShares
 
@@ -25,12 +24,10 @@ from .plan import cluster_spec, emulated_rates, lane_map, pace_of
 from .records import Decisions, RunRecords
 from .serving import Role, open_role
 from .shaper import open_paced
+from .watch import waiting_line
 from .workload import Workload
 
-__all__ = ["fluid_network", "lane_rules", "open_roles", "simulate", "waiting_line"]
-
-SHOWN = 8
-"""Requests that a message lists."""
+__all__ = ["fluid_network", "lane_rules", "open_roles", "simulate"]
 
 HORIZON_S = 1e7
 """Model seconds after which a simulation counts as one that does not end: four months."""
@@ -50,7 +47,17 @@ def simulate(
     """
     _check_horizon(config, workload)
     virtual = msgspec.structs.replace(config, scale=msgspec.structs.replace(config.scale, dilation=1.0))
-    waiting: dict[str, str] = {}
+    roles: dict[str, Role] = {}
+
+    def account() -> str:
+        # The PEs come last: what a request does there is more than that its DE waits for it.
+        waiting: dict[str, str] = {}
+        for role in ("scheduler", "de", "pe"):
+            for member in config.members:
+                if member.role == role and member.name in roles:
+                    waiting.update(roles[member.name].waiting())
+        return waiting_line(waiting)
+
     try:
         return run_virtual(
             _simulate,
@@ -58,14 +65,15 @@ def simulate(
             workload,
             decisions,
             on_progress,
-            waiting,
+            roles,
             seed=config.replay.seed,
             horizon_s=HORIZON_S,
+            account=account,
         )
     except SimulationStuck as stuck:
-        if not waiting:
+        if not stuck.account:
             raise
-        raise EmulatorError(f"the run cannot go on: {waiting_line(waiting)}") from stuck
+        raise EmulatorError(f"the run cannot go on: {stuck.account}") from stuck
     except BaseExceptionGroup as group:
         error = reported(group)
         if error is None:
@@ -132,31 +140,17 @@ async def open_roles(config: RunConfig) -> AsyncIterator[tuple[FluidNetwork, Map
         yield network, roles
 
 
-def waiting_line(waiting: Mapping[str, str]) -> str:
-    """Requests and what each is doing, as one line."""
-    shown = [f"{request} is {doing}" for request, doing in list(waiting.items())[:SHOWN]]
-    more = len(waiting) - len(shown)
-    return "; ".join([*shown, f"and {more} more requests"] if more else shown)
-
-
 async def _simulate(
     config: RunConfig,
     workload: Workload,
     decisions: Decisions | None,
     on_progress: Callable[[int, int], None] | None,
-    waiting: dict[str, str],
+    opened: dict[str, Role],
 ) -> RunRecords:
     async with open_roles(config) as (_, roles):
+        opened.update(roles)
         client = next(roles[member.name].client for member in config.members if member.role == "client")
         await client.prepare(workload, decisions)
-        try:
-            t0_s, ended_s, requests = await client.replay(workload, on_progress)
-        except trio.Cancelled:
-            # The PEs come last here: what a request does there is more than that its DE waits for it.
-            for role in ("scheduler", "de", "pe"):
-                for member in config.members:
-                    if member.role == role:
-                        waiting.update(roles[member.name].waiting())
-            raise
+        t0_s, ended_s, requests = await client.replay(workload, on_progress)
         nodes = tuple(role.record() for role in roles.values())
     return RunRecords(t0_s=t0_s, ended_s=ended_s, requests=requests, nodes=nodes)

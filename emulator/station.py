@@ -243,7 +243,10 @@ class _Station:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(tell)
             with news:
-                result = control.ReplayResult(*await client.replay(load, on_progress))
+                async with trio.open_nursery() as watching:
+                    watching.start_soon(client.watch)
+                    result = control.ReplayResult(*await client.replay(load, on_progress))
+                    watching.cancel_scope.cancel()
         control.write_file(Path(order.result), result)
         await self._say(control.Played())
 

@@ -258,6 +258,22 @@ class _Supervisor:
         except BaseExceptionGroup as group:
             _raise_fault(group)
 
+    async def _ask_each(
+        self, order: Callable[[NodeProcess], control.NodeOrder], answer: type[msgspec.Struct]
+    ) -> None:
+        """Have all nodes obey; who does not answer in time is named."""
+        patience_s = self._run.engine.stall_s
+        silent = dict.fromkeys(self._nodes)
+
+        async def ask(node: NodeProcess) -> None:
+            await node.ask(order(node), answer)
+            del silent[node.name]
+
+        with trio.move_on_after(patience_s) as patience:
+            await self._each(ask)
+        if patience.cancelled_caught:
+            raise EmulatorError(f"{', '.join(silent)}: no answer for {patience_s:g} s (stall_s); is it stopped?")
+
     def _end(self) -> None:
         """Stop serving; nobody waits any more for nodes to leave a run, since they are about to be ended."""
         self._ending = True
@@ -417,8 +433,8 @@ class _Supervisor:
             return str(directory / f"{node.name}.{part}")
 
         epoch_s = time.monotonic()
-        await self._each(lambda node: node.ask(control.Open(run, epoch_s, own(node, "files")), control.Opened))
-        await self._each(lambda node: node.ask(control.Start(), control.Started))
+        await self._ask_each(lambda node: control.Open(run, epoch_s, own(node, "files")), control.Opened)
+        await self._ask_each(lambda node: control.Start(), control.Started)
         before = self._network.counters()
         async with trio.open_nursery() as nursery:
             for node in self._nodes.values():
@@ -428,7 +444,7 @@ class _Supervisor:
             order = control.Play(str(directory / "workload"), decisions, str(result))
             await client.ask(order, control.Played, on_progress)
             nursery.cancel_scope.cancel()
-        await self._each(lambda node: node.ask(control.Record(own(node, "record")), control.Recorded))
+        await self._ask_each(lambda node: control.Record(own(node, "record")), control.Recorded)
         after = self._network.counters()
         played = control.read_file(result, control.ReplayResult)
         return control.LiveRun(

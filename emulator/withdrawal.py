@@ -1,11 +1,11 @@
 """A request on one node: what it is doing there, and how it is given up.
 
-Giving up is asked for from outside, at any moment, and heeded where it is safe. A role's steps are of three kinds.
-One that only waits is cut short (``until_asked``). One that somebody else carries out, such as a prefill on another
-node or a place in a batch, is called off by telling them (``telling``), and goes on until they confirm. One during
-which bytes move into memory of the request's, or are on their way to storage, is let end (``begin``); it is bounded
-by the network. So when ``Withdrawn`` is raised nothing is in flight, and what the request holds can be given to
-others.
+Giving up is asked for from outside, at any moment, and heeded where it is safe. A role's steps are of three
+kinds. One that only waits is cut short (``until_asked``). One that somebody else carries out, such as a prefill on
+another node or a place in a batch, is called off by telling them (``telling``), and goes on until they confirm.
+One during which bytes move into memory of the request's, or are on their way to storage, is let end (``begin``);
+it is bounded by the network. So when ``Withdrawn`` is raised nothing is in flight, and what the request holds can
+be given to others.
 """
 
 from __future__ import annotations

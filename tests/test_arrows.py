@@ -44,7 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "fabric": ("fabric.*",),
     "keeping": ("store", "leases", "withdrawal", "policy.plugin"),
-    "traffic": ("traffic", "shaper", "blockio", "drampool", "lockstep", "leader"),
+    "traffic": ("traffic", "shaper", "blockio", "drampool", "lockstep", "leader", "watch"),
     "roles": (
         "prefill",
         "prefill_engine",

@@ -34,7 +34,14 @@ Ts = TypeVarTuple("Ts")
 
 
 class SimulationStuck(Exception):
-    """A simulation cannot, or would not, end: why, and what each task waits for."""
+    """A simulation cannot, or would not, end: why, and what each task waits for.
+
+    ``account``: what the program itself said of that; empty where it was not asked.
+    """
+
+    def __init__(self, text: str, account: str = "") -> None:
+        super().__init__(text)
+        self.account = account
 
 
 class TimeSource(Protocol):
@@ -117,6 +124,7 @@ def run_virtual(
     seed: int = 0,
     horizon_s: float = 1e7,
     stall_s: float = 60.0,
+    account: Callable[[], str] = str,
 ) -> T:
     """Run ``async_fn(*args)`` in virtual time and return its result; its exceptions come out as they are.
 
@@ -124,29 +132,35 @@ def run_virtual(
     task waits for, when all tasks are blocked with nothing to come, when the next event lies beyond
     ``horizon_s``, or when virtual time stands still for ``stall_s`` seconds of real time (seen from the main
     thread only, where signals arrive).
+
+    ``account`` is asked when nothing can happen any more, before anything unwinds: what the program itself says of
+    what it waits for, which the error carries. None by default.
     """
     clock = VirtualClock(horizon_s)
     with _deterministic_order(seed), _wall_watchdog(clock, stall_s):
         try:
-            return trio.run(_supervise, clock, async_fn, args, clock=clock)
+            return trio.run(_supervise, clock, account, async_fn, args, clock=clock)
         except trio.TrioInternalError as error:
             if isinstance(error.__cause__, SimulationStuck):
                 raise error.__cause__ from None
             raise
 
 
-async def _supervise(clock: VirtualClock, async_fn: Callable[[*Ts], Awaitable[T]], args: tuple[*Ts]) -> T:
+async def _supervise(
+    clock: VirtualClock, account: Callable[[], str], async_fn: Callable[[*Ts], Awaitable[T]], args: tuple[*Ts]
+) -> T:
     """Run the program beneath a scope that is cancelled when it is stuck, so that it unwinds."""
-    stuck: list[str] = []
+    stuck: list[SimulationStuck] = []
     with trio.CancelScope() as scope:
 
         def act(reason: str) -> None:
-            stuck.append(f"stuck at {clock.current_time():.6f} s of virtual time: {reason}\n{_task_tree()}")
+            text = f"stuck at {clock.current_time():.6f} s of virtual time: {reason}\n{_task_tree()}"
+            stuck.append(SimulationStuck(text, account()))
             scope.cancel()
 
         with clock.supervised(act):
             return await async_fn(*args)
-    raise SimulationStuck(stuck[0])
+    raise stuck[0]
 
 
 @contextmanager
