@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import selectors
 import socket
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +21,7 @@ from topology import netns, rtnl, tc
 from topology.arbitration import TrafficClasses, VlArbitration, infiniband_shares, roce_shares
 from topology.counters import PortCounters
 from topology.errors import TopologyError
-from topology.lanes import DSCP_OF_LANE, KV_LANE, MODEL_LANE, LaneShares, Match
+from topology.lanes import DSCP_OF_LANE, KV_LANE, MODEL_LANE, LaneName, LaneShares, Match
 from topology.namespaces import inside, new_netns
 from topology.netlink import CHANGE, NetlinkError, Request, RouteSocket, message
 from topology.netns import Network, realise
@@ -29,6 +31,8 @@ pytestmark = pytest.mark.root
 
 SPEC = ClusterSpec(name="test", pe_nodes=1, de_nodes=1, gpus_per_node=2, storage_nodes=1)
 RATE = 12.5e6
+WINDOW_S = 0.5
+PORT = ("de0", "cnic0", "write")
 HEADERS = 66
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,20 +75,36 @@ class Cluster:
         return sender, receiver
 
     def saturate(
-        self, dst: tuple[str, str, str], sources: dict[tuple[str, str, str], int], seconds: float
+        self,
+        dst: tuple[str, str, str],
+        sources: dict[tuple[str, str, str], int],
+        parts: Sequence[float],
+        windows: int,
+        sample: Callable[[], None],
     ) -> None:
-        """For so long send all that goes from each source to ``dst``, on the source's lane."""
+        """Send all that goes from each source to ``dst``, on the source's lane, and ``sample`` after every window.
+
+        ``parts``: what of the port each source is expected to get.
+        In the first window whoever begins has the port alone for a while.
+        """
         pairs = [self.pair(src, dst, lane) for src, lane in sources.items()]
-        chunk, until = bytes(1 << 16), time.monotonic() + seconds
+        chunk, due = bytes(1 << 16), time.monotonic() + WINDOW_S
         try:
             with selectors.DefaultSelector() as selector:
-                for sender, receiver in pairs:
+                for (sender, receiver), part in zip(pairs, parts, strict=True):
+                    # While this process is held up the port carries what is buffered: of each lane its part.
+                    size = max(1 << 14, int(part * (1 << 20)))
                     sender.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
                     for end, event in ((sender, selectors.EVENT_WRITE), (receiver, selectors.EVENT_READ)):
-                        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 17)
+                        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
                         end.setblocking(False)
                         selector.register(end, event)
-                while (left := until - time.monotonic()) > 0:
+                while windows:
+                    left = due - time.monotonic()
+                    if left <= 0:
+                        sample()
+                        windows, due = windows - 1, time.monotonic() + WINDOW_S
+                        continue
                     for key, event in selector.select(left):
                         assert isinstance(key.fileobj, socket.socket)
                         if event & selectors.EVENT_READ:
@@ -143,19 +163,23 @@ def rules_in(fd: int) -> list[rtnl.Rule]:
         made.close()
 
 
+Swept = dict[tuple[str, str, str, str], int]
+
+
+def swept(network: Network) -> Swept:
+    """Link-layer bytes so far, by (node, NIC, direction, lane)."""
+    return {
+        (port.node, port.nic, port.direction, lane.lane): lane.sent_bytes
+        for port in network.counters()
+        for lane in port.lanes
+    }
+
+
 def moved(network: Network, action: Callable[[], None]) -> dict[tuple[str, str, str, str], int]:
     """Link-layer bytes that ``action`` added, by (node, NIC, direction, lane); those that stayed are left out."""
-
-    def swept() -> dict[tuple[str, str, str, str], int]:
-        return {
-            (port.node, port.nic, port.direction, lane.lane): lane.sent_bytes
-            for port in network.counters()
-            for lane in port.lanes
-        }
-
-    before = swept()
+    before = swept(network)
     action()
-    return {key: count - before[key] for key, count in swept().items() if count != before[key]}
+    return {key: count - before[key] for key, count in swept(network).items() if count != before[key]}
 
 
 def test_the_kernel_has_what_was_asked_for(cluster: Cluster) -> None:
@@ -406,10 +430,17 @@ def test_a_compiled_profile_is_what_the_kernel_does(lanes: LaneShares) -> None:
         kv = cnic0_class(cluster)
         assert (kv.prio, kv.quantum) == (lanes.kv_borrowing.prio, lanes.kv_borrowing.quantum_bytes)
         sources = {("pe0", "cnic0", "host"): MODEL_LANE, ("pe0", "cnic1", "host"): KV_LANE}
-        added = moved(network, lambda: cluster.saturate(("de0", "cnic0", "host"), sources, 2.0))
-        sent = {lane: added["de0", "cnic0", "write", lane] for lane in ("high", "kv")}
-        for lane, share in lanes.among(("high", "kv")).items():
-            assert_within(sent[lane] / sum(sent.values()), share, rel=0.05, what=lane)
+        samples: list[Swept] = []
+        expected = lanes.among(("high", "kv"))
+        parts = [expected["high"], expected["kv"]]
+        cluster.saturate(("de0", "cnic0", "host"), sources, parts, 6, lambda: samples.append(swept(network)))
+        shares: dict[LaneName, list[float]] = {"high": [], "kv": []}
+        for before, after in itertools.pairwise(samples):
+            sent = {lane: after[(*PORT, lane)] - before[(*PORT, lane)] for lane in shares}
+            for lane, got in shares.items():
+                got.append(sent[lane] / sum(sent.values()))
+        for lane, share in expected.items():
+            assert_within(statistics.median(shares[lane]), share, rel=0.05, what=lane)
     finally:
         cluster.close()
 
