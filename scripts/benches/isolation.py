@@ -51,7 +51,9 @@ __all__ = ["main"]
 KIB = 1024
 VIRTUAL_SIZES = tuple(16 * KIB * 4**step for step in range(8))
 LINK_SIZES = tuple(16 * KIB * 4**step for step in range(5))
-VIRTUAL_REPEATS, LINK_REPEATS = 60, 15
+ROUNDS = 3
+VIRTUAL_REPEATS, LINK_REPEATS = 20, 7
+"""Exchanges in a round, alone and beside KV each."""
 VIRTUAL_KV_BYTES, LINK_KV_BYTES = 64, 1
 HIT_TOKENS = 32 * 1024
 OUTSTANDING = 8
@@ -147,17 +149,30 @@ class _Group:
         self._random = random.Random(7)
 
     async def measure(self, payloads: Mapping[int, int], repeats: int) -> Beside:
-        """Exchanges of every size, ``payloads`` of which are sent a port: first alone, then beside KV."""
-        alone = {size: await self._exchanges(payload, repeats) for size, payload in payloads.items()}
+        """Exchanges of every size, ``payloads`` of which are sent a port: alone and beside KV.
+
+        In turn, so that whatever disturbs the host for a while disturbs both.
+        """
+        alone: dict[int, list[float]] = {size: [] for size in payloads}
+        beside: dict[int, list[float]] = {size: [] for size in payloads}
+        for size, payload in payloads.items():
+            for _ in range(ROUNDS):
+                alone[size] += await self._exchanges(payload, repeats)
+                async with self._copying():
+                    beside[size] += await self._exchanges(payload, repeats)
+        return alone, beside
+
+    @asynccontextmanager
+    async def _copying(self) -> AsyncIterator[None]:
+        """KV saturates the CNICs for the length of a block."""
         async with trio.open_nursery() as nursery:
             for node in NODES:
                 traffic = Traffic(self._deployment, self._fabrics[node])
                 for engine in self._deployment.engines_of(node):
                     nursery.start_soon(self._copy, traffic, engine, self._sources[node])
             await self._fabrics[NODES[0]].sleep(5 * REST_S)
-            beside = {size: await self._exchanges(payload, repeats) for size, payload in payloads.items()}
+            yield
             nursery.cancel_scope.cancel()
-        return alone, beside
 
     async def _copy(self, traffic: Traffic, engine: str, source: Region) -> None:
         """Layers from the engine's DRAM to its HBM without end."""
