@@ -409,11 +409,12 @@ class _Supervisor:
         except Exception as error:
             faults.append(error)
         finally:
-            with trio.move_on_after(_CLOSE_S, shield=True) as self._leaving:
+            close_s = min(_CLOSE_S, self._run.engine.stall_s)
+            with trio.move_on_after(close_s, shield=True) as self._leaving:
                 if not self._ending:
                     await self._each(lambda node: node.leave_run(faults))
             if self._leaving.cancelled_caught and not self._ending:
-                self._broken = self._broken or f"the nodes did not leave the run within {_CLOSE_S:g} s"
+                self._broken = self._broken or f"the nodes did not leave the run within {close_s:g} s"
         if self._broken is not None:
             faults.append(EmulatorError(self._broken))
         if live is None or faults:

@@ -9,12 +9,12 @@ import pytest
 import trio
 
 from emulator.deployment import Deployment, join_ids
-from emulator.errors import ProtocolViolation, Refused
+from emulator.errors import ProtocolViolation, Refused, Withdrawn
 from emulator.fabric.clock import run_virtual
 from emulator.fabric.fluid import FluidNetwork, open_fluid
 from emulator.kvcache import BlockId
 from emulator.leader import Leader
-from emulator.messages import Committed, Fetch, Phase, Submit
+from emulator.messages import Cancel, Committed, Fetch, Phase, Submit
 from emulator.plan import emulated_rates
 from emulator.policy import make_policy
 from emulator.records import Decision
@@ -262,3 +262,44 @@ def test_what_makes_no_sense_is_a_violation() -> None:
             await scheduler.fetch(Fetch("pe0", (("a", "read_pe"),)))
 
     _run(body)
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_a_request_given_up_leaves_the_books_and_lets_others_pass(decided: bool) -> None:
+    """One that waits, or whose decision no DE has heard of, is forgotten; who was behind it gets its place."""
+    engine = {"beta_s": 0.01}
+    beta = Deployment(config(engine=engine)).policy_setup.beta_tokens
+
+    async def body(scheduler: Scheduler, leaders: Leaders) -> None:
+        taken = [(await scheduler.submit(_ask(f"full{at}", beta + 1))).decision for at in range(2)]
+        answers: dict[str, object] = {}
+
+        async def submit(name: str) -> None:
+            try:
+                answers[name] = (await scheduler.submit(_ask(name))).decision.pe
+            except Withdrawn as error:
+                answers[name] = error.text
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(submit, "first")
+            await trio.sleep(SETTLE_S)
+            nursery.start_soon(submit, "second")
+            await trio.sleep(SETTLE_S)
+            assert answers == {}
+            if decided:
+                assert (await scheduler.cancel(Cancel(taken[0].request))).found
+                await trio.sleep(SETTLE_S)
+                assert answers == {"first": taken[0].pe, "second": taken[0].pe}
+            else:
+                assert (await scheduler.cancel(Cancel("first"))).found
+                await trio.sleep(SETTLE_S)
+                assert answers == {"first": "request first was given up while waiting for its engines"}
+                await _finish(leaders, taken[0])
+                assert answers["second"] == taken[0].pe
+        for name in ("full0", "full1", "first", "second"):
+            await scheduler.cancel(Cancel(name))
+        await trio.sleep(SETTLE_S)
+        assert scheduler.booked() == {}
+        assert not (await scheduler.cancel(Cancel("first"))).found
+
+    _run(body, engine=engine)

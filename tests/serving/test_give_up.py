@@ -92,7 +92,7 @@ def _given_up(system: str, victim: str, at_s: float, *, tight: bool) -> RunRecor
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@settings(max_examples=14)
+@settings(max_examples=8)
 @given(
     tight=st.booleans(),
     victim=st.sampled_from(VICTIMS),
@@ -149,7 +149,7 @@ def test_giving_up_what_is_over_changes_nothing() -> None:
     assert {request.status for request in records.requests} == {"done"}
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(system=st.sampled_from(SYSTEMS), tight=st.booleans(), part=st.floats(0.001, 1.2))
 def test_a_timeout_gives_up_whatever_is_not_settled_in_time(system: str, tight: bool, part: float) -> None:
     """With a timeout every turn is done in time or cancelled, and its trajectory's later turns with it."""

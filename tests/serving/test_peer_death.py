@@ -42,7 +42,7 @@ def _lasts_s(system: str) -> float:
 
 
 @pytest.mark.parametrize("system", ["basic", "dualpath", "split", "mooncake"])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(node=st.sampled_from(NODES), part=st.floats(0, 1), given_up=st.booleans())
 def test_a_node_lost_at_any_moment_ends_the_run_with_its_name(
     system: str, node: str, part: float, given_up: bool
