@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from itertools import permutations
 
 import pytest
@@ -303,3 +304,26 @@ def test_a_request_given_up_leaves_the_books_and_lets_others_pass(decided: bool)
         assert not (await scheduler.cancel(Cancel("first"))).found
 
     _run(body, engine=engine)
+
+
+def test_giving_up_the_head_of_a_queue_lets_those_behind_it_have_their_turn() -> None:
+    """What waits behind a request too large for now is placed once that is given up, not at the next report."""
+    pages = Deployment(config(gpus=1)).limits.de_hbm_pages
+
+    async def body(scheduler: Scheduler, leaders: Leaders) -> None:
+        decided: list[str] = []
+
+        async def submit(name: str, blocks: int) -> None:
+            with suppress(Withdrawn):
+                decided.append((await scheduler.submit(_ask(name, 64 * blocks - 10))).decision.request)
+
+        async with trio.open_nursery() as nursery:
+            for name, blocks in (("holder", pages * 6 // 10), ("large", pages * 8 // 10), ("small", pages // 10)):
+                nursery.start_soon(submit, name, blocks)
+                await trio.sleep(SETTLE_S)
+            assert decided == ["holder"]
+            await scheduler.cancel(Cancel("large"))
+            await trio.sleep(SETTLE_S)
+            assert decided == ["holder", "small"]
+
+    _run(body, gpus=1)

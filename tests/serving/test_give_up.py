@@ -20,10 +20,11 @@ from emulator.sim import simulate
 from emulator.workload import Trajectory, Workload
 from tests.clusters import broken, config, conversation
 
+from .inflight import released_in_flight
 from .sizes import gigabytes
 from .virtual import client_of, disturbed
 
-SYSTEMS = ("basic", "dualpath", "split", "oracle", "mooncake", "direct")
+SYSTEMS = ("basic", "dualpath", "split", "oracle", "mooncake", "direct", "grouped")
 
 
 def _late(name: str, at_s: float, *rounds: tuple[int, int]) -> Trajectory:
@@ -50,7 +51,14 @@ STAMPS = (
 
 
 def _config(system: str, *, tight: bool, **engine: Any) -> RunConfig:
-    """The toy's few layers; memory for all at once, or for two requests at a time; small chunks."""
+    """Small chunks, and memory for all requests at once, or for two at a time, on slow links.
+
+    Engines of a dense model with few layers; or, grouped, engines of two nodes a side that run in step over CNICs.
+    """
+    if system == "grouped":
+        grouped = {"batch_tokens": 300} | engine
+        model = ModelConfig(name="ds27b")
+        return config(gpus=2, pe_nodes=2, de_nodes=2, warm=True, model=model, engine=grouped, ep_over="cnic")
     replay: dict[str, Any] = {"de_direct": True} if system == "direct" else {"system": system}
     room = {"de_buffer_gb": 2.4, "pe_buffer_gb": 1.1, "de_hbm_kv_gb": 3.2} if tight else {"de_hbm_kv_gb": 10.0}
     memory = {name: contexts * gigabytes(700) for name, contexts in room.items()}
@@ -80,7 +88,9 @@ def _given_up(system: str, victim: str, at_s: float, *, tight: bool) -> RunRecor
         client_of(roles).give_up(victim)
 
     run = _config(system, tight=tight)
-    records, left = disturbed(run, LOAD, at_s, give_up)
+    with released_in_flight(run) as in_flight:
+        records, left = disturbed(run, LOAD, at_s, give_up)
+    assert in_flight == []
     assert left == []
     assert broken(run, LOAD, records) == []
     status = {request.id: request.status for request in records.requests}
@@ -92,7 +102,7 @@ def _given_up(system: str, victim: str, at_s: float, *, tight: bool) -> RunRecor
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-@settings(max_examples=8)
+@settings(max_examples=14)
 @given(
     tight=st.booleans(),
     victim=st.sampled_from(VICTIMS),
@@ -102,7 +112,10 @@ def _given_up(system: str, victim: str, at_s: float, *, tight: bool) -> RunRecor
 def test_a_request_given_up_at_any_moment_leaves_nothing_behind(
     system: str, tight: bool, victim: str, phase: int, part: float
 ) -> None:
-    """Pools and books are empty again, all others are served with the right tokens, no invariant is broken."""
+    """Pools and books are empty again, all others are served with the right tokens, no invariant is broken.
+
+    No memory is given back with a message to it or from it under way.
+    """
     begin_s, end_s = _moments(system, tight, victim)[phase : phase + 2]
     records = _given_up(system, victim, begin_s + part * (end_s - begin_s), tight=tight)
     request = next(r for r in records.requests if r.id == victim)
@@ -134,6 +147,24 @@ def test_it_is_told_in_which_state_a_request_was_given_up(
     request = next(r for r in records.requests if r.id == victim)
     assert (request.status, request.error) == ("cancelled", f"request {victim} was given up while {doing}")
     assert (request.scheduled_s is None) == (doing == "waiting for its engines")
+
+
+def test_decode_ends_at_the_next_step() -> None:
+    """A long answer that is given up holds its batch and its HBM for no more than a step and the calls."""
+    load = Workload((conversation("long", (100, 3000)),))
+    run = config(gpus=1, model=ModelConfig(name="toy"))
+    whole = simulate(run, load)
+    first_s, last_s = whole.requests[0].first_token_s, whole.requests[0].last_token_s
+    assert first_s is not None and last_s is not None
+    step_s, at_s = (last_s - first_s) / 2999, first_s + (last_s - first_s) / 3
+
+    def give_up(network: FluidNetwork, roles: Mapping[str, Role]) -> None:
+        client_of(roles).give_up("long:0")
+
+    records, left = disturbed(run, load, at_s, give_up)
+    assert left == []
+    assert records.requests[0].status == "cancelled"
+    assert records.ended_s < at_s + 2 * step_s + 10 * run.engine.rpc_latency_s
 
 
 def test_giving_up_what_is_over_changes_nothing() -> None:
