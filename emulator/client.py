@@ -99,9 +99,12 @@ class Client:
         order = [request_id(t, turn) for t in workload.trajectories for turn in range(len(t.turns))]
         return t0_s, self._fabric.now(), tuple(self._records[name] for name in order)
 
-    async def watch(self) -> NoReturn:
-        """Raise EmulatorError when the replay gets no further; for fabrics whose clock does not know."""
-        await watch(self._deployment, self._fabric, lambda: bool(self._requests))
+    async def watch(self, on_round: Callable[[], None]) -> NoReturn:
+        """Raise EmulatorError when the replay gets no further; for fabrics whose clock does not know.
+
+        ``on_round`` is told now and then, for as long as it goes on.
+        """
+        await watch(self._deployment, self._fabric, lambda: bool(self._requests), on_round)
 
     def give_up(self, request: str) -> bool:
         """Give a request up, whatever is being done for it; whether it was under way."""

@@ -125,6 +125,10 @@ class Progress(_Event, frozen=True):
     total: int
 
 
+class Alive(_Event, frozen=True):
+    """The client's replay goes on, whether or not a request has ended."""
+
+
 class Played(_Event, frozen=True):
     """The replay is over and its result written."""
 
@@ -152,7 +156,8 @@ class Failed(_Event, frozen=True):
         return error_from_code(self.code, self.text, self.definite)
 
 
-NodeEvent = Ready | Opened | Started | Progress | Played | Recorded | Closed | Failed
+News = Progress | Alive
+NodeEvent = Ready | Opened | Started | Progress | Alive | Played | Recorded | Closed | Failed
 
 
 class ReplayResult(msgspec.Struct, frozen=True):

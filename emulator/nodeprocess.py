@@ -144,13 +144,13 @@ class NodeProcess:
         self,
         order: control.NodeOrder,
         answer: type[msgspec.Struct],
-        on_progress: Callable[[control.Progress], None] | None = None,
+        on_news: Callable[[control.News], None] | None = None,
     ) -> None:
-        """Send an order and return when it is answered."""
+        """Send an order and return when it is answered; ``on_news`` is told what is heard before."""
         await self.tell(order)
         while not isinstance(event := await self.hear(), answer):
-            if isinstance(event, control.Progress) and on_progress is not None:
-                on_progress(event)
+            if isinstance(event, control.News) and on_news is not None:
+                on_news(event)
             else:
                 raise ProtocolViolation(f"{self.name}: {type(event).__name__} instead of {answer.__name__}")
 

@@ -227,27 +227,27 @@ class _Station:
     async def _replay(self, client: Client, order: control.Play, sampler: _Sampler) -> None:
         decisions = None if order.decisions is None else control.read_file(Path(order.decisions), Decisions)
         load = _workload(Path(order.workload))
-        news, progress = trio.open_memory_channel[control.Progress](1)
+        news, progress = trio.open_memory_channel[control.News](1)
 
-        def on_progress(done: int, total: int) -> None:
+        def say(event: control.News) -> None:
             with contextlib.suppress(trio.WouldBlock):
-                news.send_nowait(control.Progress(done, total))
+                news.send_nowait(event)
 
         async def tell() -> None:
             async for event in progress:
                 await self._say(event)
 
-        await client.prepare(load, decisions)
-        # Warming the store computes for seconds on end, and no model time is measured meanwhile.
-        sampler.restart()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(tell)
             with news:
                 async with trio.open_nursery() as watching:
-                    watching.start_soon(client.watch)
-                    result = control.ReplayResult(*await client.replay(load, on_progress))
+                    watching.start_soon(client.watch, lambda: say(control.Alive()))
+                    await client.prepare(load, decisions)
+                    # Warming the store computes for seconds on end, and no model time is measured meanwhile.
+                    sampler.restart()
+                    replayed = await client.replay(load, lambda done, total: say(control.Progress(done, total)))
                     watching.cancel_scope.cancel()
-        control.write_file(Path(order.result), result)
+        control.write_file(Path(order.result), control.ReplayResult(*replayed))
         await self._say(control.Played())
 
 

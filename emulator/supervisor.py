@@ -443,7 +443,7 @@ class _Supervisor:
                     nursery.start_soon(node.hear_only_faults)
             decisions = str(directory / "decisions") if request.decisions_bytes else None
             order = control.Play(str(directory / "workload"), decisions, str(result))
-            await client.ask(order, control.Played, on_progress)
+            await self._hear_replay(client, order, on_progress)
             nursery.cancel_scope.cancel()
         await self._ask_each(lambda node: control.Record(own(node, "record")), control.Recorded)
         after = self._network.counters()
@@ -461,6 +461,22 @@ class _Supervisor:
             after=after,
             network_faults=self._network_faults(),
         )
+
+    async def _hear_replay(
+        self, client: NodeProcess, order: control.Play, on_progress: Callable[[control.Progress], None]
+    ) -> None:
+        """Have the client replay. It watches over all others, and is itself to be heard of now and then."""
+        silence_s = 2 * self._run.engine.stall_s
+
+        def on_news(event: control.News) -> None:
+            patience.deadline = trio.current_time() + silence_s
+            if isinstance(event, control.Progress):
+                on_progress(event)
+
+        with trio.move_on_after(silence_s) as patience:
+            await client.ask(order, control.Played, on_news)
+        if patience.cancelled_caught:
+            raise EmulatorError(f"{client.name}: no answer for {silence_s:g} s (twice stall_s); is it stopped?")
 
     def _network_faults(self) -> tuple[str, ...]:
         """How the network differs from what was asked for. A link that is not as promised voids a run."""

@@ -33,10 +33,13 @@ def waiting_line(waiting: Mapping[str, str]) -> str:
     return "; ".join([*shown, f"and {more} more requests wait"] if more else shown)
 
 
-async def watch(deployment: Deployment, fabric: Fabric, under_way: Callable[[], bool]) -> NoReturn:
+async def watch(
+    deployment: Deployment, fabric: Fabric, under_way: Callable[[], bool], on_round: Callable[[], None]
+) -> NoReturn:
     """Raise EmulatorError once nothing has got anywhere for the patience of the configuration.
 
     ``under_way``: whether there is any request at the moment. Times where there is none do not count.
+    ``on_round``: told whenever all nodes have answered.
     """
     wall_s = deployment.config.engine.stall_s
     patience_s = wall_s / deployment.config.scale.dilation
@@ -45,6 +48,7 @@ async def watch(deployment: Deployment, fabric: Fabric, under_way: Callable[[], 
     while True:
         await fabric.sleep(patience_s / ROUNDS)
         standings = await _ask_all(deployment, fabric, patience_s, wall_s)
+        on_round()
         steps = [standing.steps for standing in standings]
         if steps != seen or not under_way():
             seen, since_s = steps, fabric.now()

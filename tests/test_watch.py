@@ -46,7 +46,7 @@ def _watched(silent: str, *, moves: bool, under_way: bool, for_s: float) -> tupl
                 network.fabric(member.name).serve(INQUIRE, say_nothing if member.name == silent else inquire)
             try:
                 with trio.move_on_after(for_s):
-                    await watch(deployment, network.fabric("client"), lambda: under_way)
+                    await watch(deployment, network.fabric("client"), lambda: under_way, lambda: None)
             except EmulatorError as error:
                 return trio.current_time(), error.text
         return for_s, "nothing"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,7 +66,7 @@ def released_in_flight(config: RunConfig) -> Iterator[list[str]]:
         yield found
 
 
-def _memory(pool: str, roles: dict[str, str], page_bytes: int) -> tuple[Memory, int]:
+def _memory(pool: str, roles: Mapping[str, str], page_bytes: int) -> tuple[Memory, int]:
     """The memory that a pool divides, and the bytes of its unit."""
     owner, _, part = pool.partition(".")
     node, _, gpu = owner.partition("/")
