@@ -21,6 +21,7 @@ from .kvcache import BlockId
 from .leases import LeaseQueue
 from .messages import COMMIT, READ, Commit, Pooled, Read
 from .pool import BufferPool, PagePool, Run
+from .withdrawal import Withdrawal
 
 __all__ = [
     "LANDING_BLOCKS",
@@ -47,12 +48,21 @@ class Reader(Protocol):
     """What brings a hit into a node's DRAM buffer."""
 
     async def read(
-        self, ids: Sequence[BlockId], first: int, region: str, base: int, transfer: Transfer, *, sequence: int
+        self,
+        ids: Sequence[BlockId],
+        first: int,
+        region: str,
+        base: int,
+        transfer: Transfer,
+        *,
+        sequence: int,
+        withdrawal: Withdrawal | None = None,
     ) -> Pooled:
         """Put blocks ``ids`` end to end into ``region`` from byte ``base``; the first is ``first`` of its chain.
 
         Says what of it came from a DRAM pool. Raises what failed first, once nobody writes into ``region`` any
-        more: the caller may then give the memory to somebody else.
+        more: the caller may then give the memory to somebody else. Withdrawn where ``withdrawal`` is asked before
+        the read begins.
         """
 
 
@@ -70,17 +80,31 @@ class StorageReader(Reader):
         self._slots = LeaseQueue(slots)
 
     async def read(
-        self, ids: Sequence[BlockId], first: int, region: str, base: int, transfer: Transfer, *, sequence: int
+        self,
+        ids: Sequence[BlockId],
+        first: int,
+        region: str,
+        base: int,
+        transfer: Transfer,
+        *,
+        sequence: int,
+        withdrawal: Withdrawal | None = None,
     ) -> Pooled:
-        async with self.turn(sequence):
+        async with self.turn(sequence, withdrawal):
             await self.fetch(ids, first, region, base, transfer, [(0, len(ids))])
         return Pooled()
 
     @asynccontextmanager
-    async def turn(self, sequence: int) -> AsyncIterator[None]:
+    async def turn(self, sequence: int, withdrawal: Withdrawal | None = None) -> AsyncIterator[None]:
         """One of the node's places for requests that read, for the length of a block."""
-        async with self._slots.hold(1, sequence):
+        withdrawal = withdrawal or Withdrawal("")
+        with withdrawal.until_asked("waiting for its turn to read"):
+            slot = await self._slots.reserve(1, sequence)
+        try:
+            withdrawal.begin("reading its hit")
             yield
+        finally:
+            self._slots.release(slot)
 
     async def fetch(
         self,

@@ -155,7 +155,6 @@ class DecodeNode:
         with withdrawal.until_asked("waiting for the DE buffer"):
             request.buffer = await self._buffer.reserve(self._buffer_bytes(request), order)
         allocated_s = self._fabric.now()
-        withdrawal.begin("reading its hit")
         pooled, read_s = await self._read(request, order)
         reports.over("read_de")
         prefilled = await self._prefill(request, reports)
@@ -203,7 +202,13 @@ class DecodeNode:
         pooled = Pooled()
         if request.de_blocks:
             pooled = await self._reader.read(
-                request.de_ids, 0, DE_BUFFER, request.buffer_base, Transfer.DE_READ, sequence=order
+                request.de_ids,
+                0,
+                DE_BUFFER,
+                request.buffer_base,
+                Transfer.DE_READ,
+                sequence=order,
+                withdrawal=request.withdrawal,
             )
         return pooled, self._fabric.now()
 

@@ -31,6 +31,7 @@ from .kvcache import BlockId
 from .messages import Ack, Pooled
 from .pool import Run
 from .records import CacheRecord
+from .withdrawal import Withdrawal
 
 __all__ = ["DramPool", "PoolMaster", "PoolReader", "PoolWriter"]
 
@@ -201,14 +202,22 @@ class PoolReader(Reader):
         self._storage = StorageReader(deployment, fabric)
 
     async def read(
-        self, ids: Sequence[BlockId], first: int, region: str, base: int, transfer: Transfer, *, sequence: int
+        self,
+        ids: Sequence[BlockId],
+        first: int,
+        region: str,
+        base: int,
+        transfer: Transfer,
+        *,
+        sequence: int,
+        withdrawal: Withdrawal | None = None,
     ) -> Pooled:
         """Like ``StorageReader.read``; says what came from the pool. ``region`` is the buffer's."""
         if region != self._buffer.name:
             raise ProtocolViolation(
                 f"{self._fabric.node}: a read into {region} by the reader of {self._buffer.name}"
             )
-        async with self._storage.turn(sequence):
+        async with self._storage.turn(sequence, withdrawal):
             return await self._read(ids, first, base, transfer)
 
     async def _read(self, ids: Sequence[BlockId], first: int, base: int, transfer: Transfer) -> Pooled:

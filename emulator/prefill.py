@@ -133,9 +133,14 @@ class PrefillNode:
             lease = await self._buffer.reserve(len(ids) * self._deployment.layout.full_block_bytes, sequence)
         try:
             allocated_s = self._fabric.now()
-            withdrawal.begin("reading its hit")
             pooled = await self._reader.read(
-                ids, decision.de_blocks, PE_BUFFER, lease.offset, Transfer.PE_READ, sequence=sequence
+                ids,
+                decision.de_blocks,
+                PE_BUFFER,
+                lease.offset,
+                Transfer.PE_READ,
+                sequence=sequence,
+                withdrawal=withdrawal,
             )
             read_s = self._fabric.now()
             reports.over("read_pe")
