@@ -22,7 +22,7 @@ from .fabric.interface import VirtualLane
 from .fabric.maxmin import LaneRule
 from .plan import cluster_spec, emulated_rates, lane_map, pace_of
 from .records import Decisions, RunRecords
-from .serving import Role, open_role
+from .roles.serving import Role, open_role
 from .shaper import open_paced
 from .watch import waiting_line
 from .workload import Workload

@@ -46,8 +46,8 @@ RPC_PORT = 4790
 _INBOX_ORDERS = 8
 
 if TYPE_CHECKING:
-    from .client import Client
     from .fabric.tcp import Addresses
+    from .roles.client import Client
 
 log = structlog.get_logger()
 
@@ -185,7 +185,7 @@ class _Station:
     async def _attend(self, order: control.Open, inbox: trio.MemoryReceiveChannel[control.NodeOrder]) -> None:
         # Imported by the first run, so that an idle cluster is up sooner.
         from .fabric.tcp import open_tcp_fabric
-        from .serving import open_role
+        from .roles.serving import open_role
 
         run = order.run
         clock = WallClock(order.epoch_s, run.scale.dilation)

@@ -15,7 +15,7 @@ import trio
 from .deployment import Deployment
 from .errors import EmulatorError
 from .fabric.interface import Fabric
-from .messages import INQUIRE, Inquiry, Standing
+from .roles.messages import INQUIRE, Inquiry, Standing
 
 __all__ = ["waiting_line", "watch"]
 

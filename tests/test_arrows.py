@@ -37,25 +37,19 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "analysis",
         ),
         *("workload", "chains", "traces", "synth", "metrics", "balance", "usage", "steps", "verify"),
-        *("judge", "deployment", "messages", "segments", "decisions"),
+        *("judge", "deployment", "roles", "roles.messages", "roles.segments", "roles.decisions"),
         *("models", "models.*", "fabric", "fabric.interface"),
         *("policy.interface", "policy.dualpath", "policy.roundrobin", "policy.builtin"),
         *("policy.split", "policy.admission", "policy.packing", "policy.placement"),
     ),
     "fabric": ("fabric.*",),
-    "keeping": ("store", "leases", "withdrawal", "policy.plugin"),
-    "traffic": ("traffic", "shaper", "blockio", "drampool", "lockstep", "leader", "watch"),
-    "roles": (
-        "prefill",
-        "prefill_engine",
-        "decode",
-        "decode_engine",
-        "decode_steps",
-        "scheduler",
-        "client",
-        "storage",
+    "keeping": ("store", "roles.leases", "roles.withdrawal", "policy.plugin"),
+    "traffic": (
+        *("roles.traffic", "roles.blockio", "roles.drampool", "roles.lockstep", "roles.leader"),
+        *("shaper", "watch"),
     ),
-    "serving": ("serving",),
+    "serving": ("roles.serving",),
+    "roles": ("roles.*",),
     "hosts": (
         *(
             "settings",
@@ -252,8 +246,9 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Another source tree, in which every form of import and two wrong arrows occur."""
     files = {
         "emulator/__init__.py": "",
-        "emulator/policy.py": "def f():\n    from . import scheduler",
-        "emulator/scheduler.py": "from .fabric.tcp import open_tcp_fabric\nfrom .policy import f",
+        "emulator/policy.py": "def f():\n    from .roles import scheduler",
+        "emulator/roles/__init__.py": "",
+        "emulator/roles/scheduler.py": "from ..fabric.tcp import open_tcp_fabric\nfrom ..policy import f",
         "emulator/fabric/__init__.py": "from ..policy import y",
         "emulator/fabric/tcp.py": "from .. import policy\nfrom ..policy import x\nfrom . import wire, other",
         "emulator/fabric/wire.py": "import os.path\nif 1:\n    import trio\nclass C:\n    import time",
@@ -273,7 +268,7 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("planted")
 def test_the_reader_of_imports_sees_every_form() -> None:
     """Absolute, relative, of a submodule, inside a function and inside a condition: all are arrows."""
-    assert imports("emulator.policy") == {"emulator.scheduler"}
+    assert imports("emulator.policy") == {"emulator.roles.scheduler"}
     assert imports("emulator.policy", inside=False) == set()
     assert imports("emulator.fabric") == {"emulator.policy"}
     assert imports("emulator.fabric.tcp") == {"emulator.policy", "emulator.fabric.wire", "emulator.fabric"}
@@ -284,6 +279,6 @@ def test_the_reader_of_imports_sees_every_form() -> None:
 @pytest.mark.usefixtures("planted")
 def test_a_wrong_arrow_is_found() -> None:
     """A policy that asks the scheduler and a role that opens sockets are both wrong."""
-    assert wrong_arrows("emulator.policy") == ["emulator.scheduler"]
-    assert wrong_arrows("emulator.scheduler") == ["emulator.fabric.tcp"]
+    assert wrong_arrows("emulator.policy") == ["emulator.roles.scheduler"]
+    assert wrong_arrows("emulator.roles.scheduler") == ["emulator.fabric.tcp"]
     assert wrong_arrows("emulator.fabric.tcp") == []

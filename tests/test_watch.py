@@ -11,7 +11,7 @@ from emulator.deployment import Deployment
 from emulator.errors import EmulatorError
 from emulator.fabric.clock import run_virtual
 from emulator.fabric.fluid import open_fluid
-from emulator.messages import INQUIRE, Inquiry, Standing
+from emulator.roles.messages import INQUIRE, Inquiry, Standing
 from emulator.sim import fluid_network
 from emulator.watch import waiting_line, watch
 

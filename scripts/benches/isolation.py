@@ -34,10 +34,10 @@ from emulator.fabric.tcp import Addresses, open_tcp_fabric
 from emulator.fabric.wallclock import WallClock
 from emulator.metrics import Summary, summarise
 from emulator.plan import emulated_rates, lane_map, pace_of, run_config
-from emulator.segments import hbm_region
+from emulator.roles.segments import hbm_region
+from emulator.roles.traffic import Traffic
 from emulator.shaper import open_paced
 from emulator.sim import fluid_network
-from emulator.traffic import Traffic
 from topology.lanes import DSCP_OF_LANE
 from topology.namespaces import inside, new_netns
 from topology.netns import realise

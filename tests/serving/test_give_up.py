@@ -15,7 +15,7 @@ from emulator.config import ModelConfig, RunConfig
 from emulator.errors import ConfigError
 from emulator.fabric.fluid import FluidNetwork
 from emulator.records import Decisions, RunRecords
-from emulator.serving import Role
+from emulator.roles.serving import Role
 from emulator.sim import simulate
 from emulator.workload import Trajectory, Workload
 from tests.clusters import broken, config, conversation

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from emulator.config import ModelConfig, RunConfig
 from emulator.errors import PeerLost
 from emulator.fabric.fluid import FluidNetwork
-from emulator.serving import Role
+from emulator.roles.serving import Role
 from emulator.sim import simulate
 from emulator.workload import Workload
 from tests.clusters import broken, config, conversation

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 import msgspec
 import trio
 
-from emulator.client import Client
 from emulator.config import RunConfig
 from emulator.errors import EmulatorError, reported
 from emulator.fabric.clock import run_virtual
 from emulator.fabric.fluid import FluidNetwork
 from emulator.records import RunRecords
-from emulator.serving import Role
+from emulator.roles.client import Client
+from emulator.roles.serving import Role
 from emulator.sim import open_roles
 from emulator.workload import Workload
 
