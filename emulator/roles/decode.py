@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import trio
 
 from ..deployment import Deployment, engine_gpu, engine_node, join_ids
-from ..errors import ProtocolViolation, Withdrawn
+from ..errors import EmulatorError, ProtocolViolation, Withdrawn
 from ..fabric.interface import Fabric, Transfer
 from ..models.backend import Backend
 from ..pool import BufferPool
@@ -28,6 +28,7 @@ from .lockstep import Lockstep
 from .messages import (
     CANCEL,
     COMMITTED,
+    HIT_READY,
     LOAD,
     PREFILL,
     SERVE,
@@ -36,6 +37,7 @@ from .messages import (
     Cancel,
     Cancelled,
     Committed,
+    HitReady,
     Load,
     Pooled,
     Prefill,
@@ -98,6 +100,7 @@ class DecodeNode:
             tasks.start_soon(steps.serve, name=f"decode {group.name}")
         fabric.serve(SERVE, self.serve)
         fabric.serve(LOAD, self.load)
+        fabric.serve(HIT_READY, self.hit_ready)
         fabric.serve(SETTLED, self.settled)
         fabric.serve(CANCEL, self.cancel)
         tasks.start_soon(self._leader.serve, name=f"{fabric.node} leader")
@@ -155,9 +158,12 @@ class DecodeNode:
         with withdrawal.until_asked("waiting for the DE buffer"):
             request.buffer = await self._buffer.reserve(self._buffer_bytes(request), order)
         allocated_s = self._fabric.now()
-        pooled, read_s = await self._read(request, order)
-        reports.over("read_de")
-        prefilled = await self._prefill(request, reports)
+        if request.de_blocks and request.pe_ids:
+            pooled, read_s, prefilled = await self._read_beside(request, order, reports)
+        else:
+            pooled, read_s = await self._read(request, order)
+            reports.over("read_de")
+            prefilled = await self._prefill(request, reports)
         if not request.de_blocks:
             allocated_s = prefilled.allocated_s
             read_s = allocated_s
@@ -211,6 +217,40 @@ class DecodeNode:
                 withdrawal=request.withdrawal,
             )
         return pooled, self._fabric.now()
+
+    async def _read_beside(
+        self, request: DecodeRequest, order: int, reports: Reports
+    ) -> tuple[Pooled, float, Prefilled]:
+        """Read this side's part of a split hit while the PE reads its own; the PE asks before it computes."""
+        read: list[tuple[Pooled, float]] = []
+
+        async def read_here() -> None:
+            try:
+                read.append(await self._read(request, order))
+                reports.over("read_de")
+            except EmulatorError as error:
+                request.read_error = error
+            finally:
+                request.read_over.set()
+
+        self._tasks.start_soon(read_here, name=f"{request.id} read on {self._fabric.node}")
+        try:
+            prefilled = await self._prefill(request, reports)
+        finally:
+            # Until then blocks may still arrive in the buffer.
+            await request.read_over.wait()
+        ((pooled, read_s),) = read
+        return pooled, read_s, prefilled
+
+    async def hit_ready(self, message: HitReady) -> Ack:
+        """Answer when this side's part of a split hit is in the buffer; what its read raised, if it did."""
+        request = self._requests.get(message.request)
+        if request is None:
+            raise ProtocolViolation(f"{self._fabric.node}: a question about unknown request {message.request}")
+        await request.read_over.wait()
+        if request.read_error is not None:
+            raise request.read_error
+        return Ack()
 
     async def _prefill(self, request: DecodeRequest, reports: Reports) -> Prefilled:
         """Have the prompt computed; the PE's answer, once all KV that it sent is here."""

@@ -14,7 +14,7 @@ import numpy as np
 import trio
 
 from ..deployment import Deployment, engine_gpu, split_ids
-from ..errors import ProtocolViolation
+from ..errors import EmulatorError, ProtocolViolation
 from ..fabric.interface import Fabric, Region
 from ..kvcache import BlockId
 from ..models.backend import Backend, Decoder
@@ -43,6 +43,9 @@ class DecodeRequest:
         self.block_ids = split_ids(message.block_ids)
         self.buffer: Lease | None = None
         self.pages: Lease | None = None
+        self.read_over = trio.Event()
+        """Set when this side's part of the hit is in the buffer, or will not come, as ``read_error`` says."""
+        self.read_error: EmulatorError | None = None
         self.in_hbm = trio.Event()
         self.persisting = False
         self.persisted = trio.Event()

@@ -19,6 +19,7 @@ __all__ = [
     "COMMIT",
     "COMMITTED",
     "FETCH",
+    "HIT_READY",
     "INQUIRE",
     "LOAD",
     "PREFILL",
@@ -39,6 +40,7 @@ __all__ = [
     "Committed",
     "Decided",
     "Fetch",
+    "HitReady",
     "Inquiry",
     "Load",
     "Phase",
@@ -188,6 +190,12 @@ class Load(msgspec.Struct, frozen=True):
     transfer: Transfer
 
 
+class HitReady(msgspec.Struct, frozen=True):
+    """PE's node to the DE's node: answer when your part of a split request's hit is in your buffer."""
+
+    request: str
+
+
 class Read(msgspec.Struct, frozen=True):
     """A node's storage reader to a storage node: put these blocks into my buffer.
 
@@ -281,6 +289,7 @@ SETTLED = Method("settled", Settle, Settled)
 CANCEL = Method("cancel", Cancel, Cancelled)
 PREFILL = Method("prefill", Prefill, Prefilled)
 LOAD = Method("load", Load, Ack)
+HIT_READY = Method("hit_ready", HitReady, Ack)
 READ = Method("read", Read, Ack)
 INQUIRE = Method("inquire", Inquiry, Standing)
 COMMIT = Method("commit", Commit, Ack)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import trio
 
-from ..deployment import Deployment, split_ids
+from ..deployment import Deployment, engine_node, split_ids
 from ..errors import Withdrawn
 from ..fabric.interface import Fabric, Transfer
 from ..models.backend import Backend
@@ -24,12 +24,14 @@ from .leases import LeaseQueue
 from .lockstep import Lockstep
 from .messages import (
     CANCEL,
+    HIT_READY,
     PREFILL,
     REPLAY_BATCHES,
     Ack,
     Batches,
     Cancel,
     Cancelled,
+    HitReady,
     Pooled,
     Prefill,
     Prefilled,
@@ -142,8 +144,11 @@ class PrefillNode:
                 sequence=sequence,
                 withdrawal=withdrawal,
             )
-            read_s = self._fabric.now()
             reports.over("read_pe")
+            if decision.path == "split":
+                with withdrawal.until_asked(f"waiting for what {decision.de} reads of its hit"):
+                    await self._fabric.call(engine_node(decision.de), HIT_READY, HitReady(decision.request))
+            read_s = self._fabric.now()
             job = Job(request, self._deployment, lease.offset)
             return await self._compute(job, withdrawal, reports, allocated_s, read_s, pooled)
         finally:
