@@ -4,10 +4,10 @@ It owns the trie of committed prefixes and the books of every engine's load and 
 decisions themselves are a ``Policy``'s. It sees sizes and block ids, never a token or a byte of KV.
 
 Theory of operation. A submitted request waits in two queues, for a PE and for a DE. Nothing is decided before a
-group's leader fetches: then its report enters the books, and the policy is asked for this group. A PE group
-takes from the one FIFO queue. A DE group's fetch first drains the global queue to all groups, then places its
-own group's. Once a request has both engines its read path is decided, its reads are on the books, and
-``submit`` returns.
+node's leader fetches: then its report enters the books, and the policy is asked for its group. All PE nodes are
+one group, which takes from the one FIFO queue; a DE node is a group of its own. A DE group's fetch first drains
+the global queue to all groups, then places its own group's. Once a request has both engines its read path is
+decided, its reads are on the books, and ``submit`` returns.
 
 Leaders do not poll in vain: while work waits, one leader of the side after the other is woken, round the nodes,
 until all of it is placed or none of them can take any. Who could not is asked again when its load has changed.
@@ -62,6 +62,7 @@ class _Waiting:
         self.de: str | None = None
         self.decided = trio.Event()
         self.decision: Decision | None = None
+        self.sequence = 0
 
 
 class _Open(msgspec.Struct):
@@ -147,7 +148,8 @@ class Scheduler:
         self._rota = {"pe": _Rota(deployment.named("pe")), "de": _Rota(deployment.named("de"))}
         self._recorded: _Recorded | None = None
         self._arrived = 0
-        self._decisions: list[Decision] = []
+        self._decisions: dict[int, Decision] = {}
+        self._decided = 0
         fabric.serve(SUBMIT, self.submit)
         fabric.serve(FETCH, self.fetch)
         fabric.serve(COMMITTED, self.committed)
@@ -156,7 +158,7 @@ class Scheduler:
 
     def decisions(self) -> tuple[Decision, ...]:
         """All decisions taken, in order."""
-        return tuple(self._decisions)
+        return tuple(self._decisions[sequence] for sequence in sorted(self._decisions))
 
     def waiting(self) -> Iterator[tuple[str, str]]:
         """Every request that is not decided yet, and what it waits for."""
@@ -191,10 +193,9 @@ class Scheduler:
         else:
             # Where the policy chooses the path, the DE's buffer takes the whole prompt in any case.
             self._refuse(request, hit, "pe" if self._deployment.reads == "pe" else "de")
-            decision = await self._decide(request, hit)
-            sequence = len(self._decisions)
+            sequence, decision = await self._decide(request, hit)
         self._book_reads(request, decision)
-        self._decisions.append(decision)
+        self._decisions[sequence] = decision
         return Assignment(decision, sequence, self._fabric.now())
 
     async def fetch(self, request: Fetch) -> Ack:
@@ -259,8 +260,8 @@ class Scheduler:
                 f"request {request.request} refused under {replay.system} --path {replay.path}: {reason}"
             )
 
-    async def _decide(self, request: Submit, hit_blocks: int) -> Decision:
-        """Queue the request for both sides and wait for its engines and its path."""
+    async def _decide(self, request: Submit, hit_blocks: int) -> tuple[int, Decision]:
+        """Queue the request for both sides and wait for its engines and its path: which decision it was, and it."""
         hit_tokens = self._deployment.hit_tokens(hit_blocks)
         queued = Queued(request.request, self._arrived, request.prompt_tokens, request.output_tokens, hit_tokens)
         self._arrived += 1
@@ -275,7 +276,7 @@ class Scheduler:
         await waiting.decided.wait()
         if waiting.decision is None:
             raise Withdrawn(f"request {request.request} was given up while waiting for its engines")
-        return waiting.decision
+        return waiting.sequence, waiting.decision
 
     def _leave_queues(self, waiting: _Waiting) -> None:
         """Take a request out of every queue and off the books; who was behind it may have its turn."""
@@ -304,7 +305,9 @@ class Scheduler:
     def _fetch_prefill(self, node: str) -> None:
         if not self._for_pe:
             return
-        engines = self._policy.assign_prefill(self._for_pe, self._loads(node))
+        # Read queues are a node's, so classes that go by them make sense in a group of all nodes only.
+        loads = [load for pe in self._deployment.named("pe") for load in self._loads(pe)]
+        engines = self._policy.assign_prefill(self._for_pe, loads)
         for queued, engine in zip(self._for_pe, engines, strict=False):
             self._book_engine(engine, queued.prompt_tokens, 1)
             waiting = self._waiting[queued.request]
@@ -370,6 +373,7 @@ class Scheduler:
         waiting.decision = Decision(
             name, waiting.pe, waiting.de, path, waiting.hit_blocks, split if path == "split" else 0
         )
+        waiting.sequence, self._decided = self._decided, self._decided + 1
         self._queue_reads(waiting.decision)
         waiting.decided.set()
 
