@@ -261,7 +261,7 @@ class Scheduler:
             )
 
     async def _decide(self, request: Submit, hit_blocks: int) -> tuple[int, Decision]:
-        """Queue the request for both sides and wait for its engines and its path: which decision it was, and it."""
+        """Queue the request for both sides and wait for its engines and path: which decision it was, and it."""
         hit_tokens = self._deployment.hit_tokens(hit_blocks)
         queued = Queued(request.request, self._arrived, request.prompt_tokens, request.output_tokens, hit_tokens)
         self._arrived += 1
