@@ -190,6 +190,9 @@ class _Paced(WriteStream):
     def placed(self) -> int:
         return self._stream.placed
 
+    def placed_s(self, upto: int) -> float:
+        return self._stream.placed_s(upto)
+
     async def wait_placed(self, upto: int) -> None:
         await self._stream.wait_placed(upto)
 

@@ -17,15 +17,21 @@ class Counter:
 
     def __init__(self) -> None:
         self.value = 0
+        self._reached_s: list[float] = []
         self._lost: Lost | None = None
         self._waiting: dict[trio.lowlevel.Task, int] = {}
 
-    def bump(self) -> None:
-        """One more."""
+    def bump(self, at_s: float = 0.0) -> None:
+        """One more, at model time ``at_s``."""
         self.value += 1
+        self._reached_s.append(at_s)
         for task in [task for task, count in self._waiting.items() if count <= self.value]:
             del self._waiting[task]
             trio.lowlevel.reschedule(task)
+
+    def reached_s(self, count: int) -> float:
+        """When it reached ``count``, which it has, as ``bump`` was told; 0 for a count of 0."""
+        return self._reached_s[count - 1] if count else 0.0
 
     def fail(self, lost: Lost) -> None:
         """It is not sure to grow any more: who waits, now or later, is told why. The first reason stays."""

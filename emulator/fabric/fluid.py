@@ -192,6 +192,9 @@ class _Tag(Counter, Marks):
     def arrived(self) -> int:
         return self.value
 
+    def arrived_s(self, count: int) -> float:
+        return self.reached_s(count)
+
     def forget(self) -> None:
         self._forget(self)
 

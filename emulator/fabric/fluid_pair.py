@@ -109,7 +109,7 @@ class Posted(_Counted):
         scatter(route.remote.memory, self._segment.remote, gather(route.local.memory, self._segment.local))
         self._count(route.target.transfer)
         if route.tag is not None:
-            route.tag.bump()
+            route.tag.bump(route.pair.receiver.engine.now)
         self._over(self, None)
 
     def lose(self, node: str) -> None:
@@ -182,6 +182,9 @@ class Stream(WriteStream):
     def placed(self) -> int:
         return self._placed.value
 
+    def placed_s(self, upto: int) -> float:
+        return self._placed.reached_s(upto)
+
     async def wait_placed(self, upto: int) -> None:
         if not 0 <= upto <= len(self._segments):
             raise ValueError(f"wait_placed({upto}): the stream has {len(self._segments)} segments")
@@ -207,7 +210,7 @@ class Stream(WriteStream):
     def _over(self, message: Posted, lost: Lost | None) -> None:
         del self._under_way[message]
         if lost is None:
-            self._placed.bump()
+            self._placed.bump(self._route.pair.receiver.engine.now)
         else:
             self.peer_lost(lost)
         if self._closed and not self._under_way:

@@ -241,6 +241,10 @@ class Marks(ABC):
     def arrived(self) -> int: ...
 
     @abstractmethod
+    def arrived_s(self, count: int) -> float:
+        """When the first ``count`` messages were in place, however late anybody was told; they are."""
+
+    @abstractmethod
     async def wait(self, count: int) -> None:
         """Return once ``count`` messages of the tag are in place. PeerLost when a sender of the tag died."""
 
@@ -268,6 +272,10 @@ class WriteStream(ABC):
     @abstractmethod
     def placed(self) -> int:
         """How many leading segments are in place over there."""
+
+    @abstractmethod
+    def placed_s(self, upto: int) -> float:
+        """When segments 0 .. upto-1, which are in place, were so, by the receiver's clock."""
 
     @abstractmethod
     async def wait_placed(self, upto: int) -> None:

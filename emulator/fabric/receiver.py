@@ -60,6 +60,9 @@ class TagMarks(Counter, Marks):
     def arrived(self) -> int:
         return self.value
 
+    def arrived_s(self, count: int) -> float:
+        return self.reached_s(count)
+
     def forget(self) -> None:
         self._table.forget(self._tag)
 
@@ -192,7 +195,7 @@ class Reception:
             if header.tag:
                 marks = self._marks.get(header.tag)
                 marks.senders.add(self)
-                marks.bump()
+                marks.bump(self._placed_s)
 
     async def _header(self) -> Header:
         while (header := decode_header(self._buffer.view, self._start, self._end)) is None:

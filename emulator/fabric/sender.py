@@ -216,10 +216,7 @@ class QueuePair:
 
 
 class PostedStream(WriteStream):
-    """A stream on a TCP queue pair; a single write is a stream of one segment.
-
-    ``placed_s``: the model time at which the last segment that is in place came there, by the receiver's reading.
-    """
+    """A stream on a TCP queue pair; a single write is a stream of one segment."""
 
     def __init__(
         self, pair: QueuePair, target: Target, local: Region, segments: Sequence[Segment], tag: str
@@ -239,7 +236,6 @@ class PostedStream(WriteStream):
         self._deferred: deque[int] = deque()
         self._due_s = 0.0
         self._placed = Counter()
-        self.placed_s = 0.0
         self._closed = self._lost = False
         pair.attach(self)
 
@@ -269,6 +265,9 @@ class PostedStream(WriteStream):
     @property
     def placed(self) -> int:
         return self._placed.value
+
+    def placed_s(self, upto: int) -> float:
+        return self._placed.reached_s(upto)
 
     async def wait_placed(self, upto: int) -> None:
         if not 0 <= upto <= len(self._segments):
@@ -301,8 +300,7 @@ class PostedStream(WriteStream):
 
     def on_placed(self, at_s: float) -> None:
         """The next begun message is in place, since ``at_s`` as the receiver says."""
-        self.placed_s = at_s
-        self._placed.bump()
+        self._placed.bump(at_s)
 
     def on_failed(self, error: EmulatorError) -> None:
         """The pair broke. What is not begun surely did not happen."""

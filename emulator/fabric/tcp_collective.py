@@ -215,7 +215,7 @@ class TcpRings:
             stream.release(1)
         for stream in streams:
             await stream.wait_placed(1)
-        return max((stream.placed_s - began_s for stream in streams), default=0.0)
+        return max((stream.placed_s(stream.placed) - began_s for stream in streams), default=0.0)
 
     def _on_entered(self, peer: str, notice: Entered) -> None:
         seat = self._seats.get(notice.ring)

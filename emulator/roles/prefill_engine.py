@@ -335,12 +335,11 @@ class PrefillEngine:
         if self._resident:
             for mark in [mark for group in marks for mark in group]:
                 await mark.wait(layers)
-            end_s = max(end_s, self._fabric.now())
+                end_s = max(end_s, mark.arrived_s(layers))
         started_s = end_s
         for layer in range(layers):
-            if await self._wait_layer(layer, marks, outs):
-                # A layer whose KV was there in time begins when the one before it ends, however late we wake up.
-                end_s = max(end_s, self._fabric.now())
+            # A layer begins when the one before it has ended and its KV is there, however late we wake up.
+            end_s = max(end_s, await self._wait_layer(layer, marks, outs))
             for index, (chunk, seat) in enumerate(zip(batch, seats, strict=True)):
                 kv = seat.kv[layer % slots][: sum(chunk.shape)]
                 states[index] = self._backend.layer(layer, states[index], kv, chunk.cached)
@@ -369,18 +368,22 @@ class PrefillEngine:
         )
         self._finish(batch, states, started_s, end_s)
 
-    async def _wait_layer(self, layer: int, marks: Sequence[Sequence[Marks]], outs: Sequence[WriteStream]) -> bool:
-        """Wait until the layer's KV is in HBM and its slot free; whether there was anything to wait for."""
-        waited = False
+    async def _wait_layer(
+        self, layer: int, marks: Sequence[Sequence[Marks]], outs: Sequence[WriteStream]
+    ) -> float:
+        """Wait until the layer's KV is in HBM and its slot free; since when both are so."""
+        since_s = 0.0
         for group, out in zip(marks, outs, strict=True):
             for mark in group:
                 if mark.arrived <= layer:
                     await mark.wait(layer + 1)
-                    waited = True
-            if layer >= self._slots and out.placed <= layer - self._slots:
-                await out.wait_placed(layer - self._slots + 1)
-                waited = True
-        return waited
+                since_s = max(since_s, mark.arrived_s(layer + 1))
+            before = layer - self._slots + 1
+            if before > 0:
+                if out.placed < before:
+                    await out.wait_placed(before)
+                since_s = max(since_s, out.placed_s(before))
+        return since_s
 
     def _finish(self, batch: Sequence[Chunk], states: Sequence[State], started_s: float, end_s: float) -> None:
         """Enter what is computed; who has tokens left goes back to the head of the queue."""

@@ -65,6 +65,32 @@ def test_messages_of_a_queue_pair_come_in_order(kind: Kind) -> None:
 
 
 @ANY
+def test_both_sides_know_since_when(kind: Kind) -> None:
+    """Sender and receiver agree on when each message was in place, in order, however late they ask."""
+
+    async def law(bed: Bed) -> None:
+        src, dst = bed.fabrics["pe0"], bed.fabrics["de0"]
+        segments = [straight(40_000, remote=FREE) for _ in range(5)]
+        marks = dst.marks("since")
+        began_s = src.now()
+        async with src.open_stream(data(at("pe0"), at("de0")), bed.regions["pe0"], segments, tag="since") as s:
+            s.release(5)
+            await s.wait_placed(5)
+            await marks.wait(5)
+            ended_s = src.now()
+            await src.sleep(0.05)
+            times = [marks.arrived_s(count) for count in range(1, 6)]
+            assert times == sorted(times)
+            assert began_s < times[0] and times[-1] <= ended_s
+            for count, at_s in enumerate(times, 1):
+                # Acknowledgements are cumulative: of several at once the last one's time is told.
+                assert at_s <= s.placed_s(count) <= times[-1]
+        marks.forget()
+
+    run_law(kind, law)
+
+
+@ANY
 def test_a_later_message_never_overtakes(kind: Kind) -> None:
     """Of one queue pair, a small message posted behind a large one is in place after it, whoever posts."""
 
