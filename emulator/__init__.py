@@ -1,7 +1,7 @@
 """DualPath emulator: a disaggregated LLM-serving cluster with two KV read paths, on one machine.
 
-Pure modules (kvcache, pool, policy, costmodel, workload, metrics, verify, judge, analysis, scale)
-are at the bottom; ``fabric`` and ``store`` move and keep bytes; ``traffic`` and the roles (``prefill``,
-``decode``, ``scheduler``, ``client``) are written once against the ``Fabric`` interface; ``node`` and
-``cluster`` run them in network namespaces, ``sim`` in virtual time; ``report`` and ``cli`` are on top.
+Pure modules (kvcache, pool, policy, costmodel, workload, metrics, verify, judge, analysis, scale ...)
+are at the bottom; ``fabric`` and ``store`` move and keep bytes; ``roles`` is what nodes do, written once
+against the ``Fabric`` interface; ``node`` and ``cluster`` run roles in network namespaces, ``sim`` in virtual
+time; ``report``, ``study`` and ``cli`` are on top.
 """
