@@ -2,6 +2,6 @@
 
 Pure modules (kvcache, pool, policy, costmodel, workload, metrics, verify, judge, analysis, scale ...)
 are at the bottom; ``fabric`` and ``store`` move and keep bytes; ``roles`` is what nodes do, written once
-against the ``Fabric`` interface; ``node`` and ``cluster`` run roles in network namespaces, ``sim`` in virtual
+against the ``Fabric`` interface; ``hosts`` and ``cluster`` run roles in network namespaces, ``sim`` in virtual
 time; ``report``, ``study`` and ``cli`` are on top.
 """

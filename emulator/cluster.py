@@ -26,13 +26,13 @@ import trio
 
 from topology.spec import ClusterSpec
 
-from . import control, subreaper
 from .config import EngineConfig, ModelConfig, ReplayConfig, RunConfig, ScaleConfig
 from .errors import EmulatorError
+from .hosts import control, subreaper
+from .hosts.processes import clear_up
+from .hosts.state import ClusterDir, state_root
 from .plan import refuse_on_links, run_config
-from .processes import clear_up
 from .records import Decisions
-from .state import ClusterDir, state_root
 from .workload import Workload, encode
 
 __all__ = ["Cluster", "connect_cluster", "open_cluster", "start_cluster"]
@@ -181,7 +181,7 @@ async def _supervised(
 
 def _spawn_supervisor() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", subreaper.__file__, sys.executable, "-P", "-m", "emulator.supervisor"],
+        [sys.executable, "-I", "-S", subreaper.__file__, sys.executable, "-P", "-m", "emulator.hosts.supervisor"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd="/",

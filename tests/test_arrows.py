@@ -51,20 +51,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "serving": ("roles.serving",),
     "roles": ("roles.*",),
     "hosts": (
-        *(
-            "settings",
-            "plan",
-            "node",
-            "station",
-            "supervisor",
-            "cluster",
-            "sim",
-            "control",
-            "state",
-            "processes",
-            "isolate",
-        ),
-        *("pidinit", "subreaper", "nodeprocess", "logs", "estimate", "evidence", "samples", "probe"),
+        *("settings", "plan", "cluster", "sim", "logs", "estimate", "evidence", "samples", "hosts", "hosts.*"),
     ),
     "study": ("report", "rundir", "tables", "study", "study.*"),
     "cli": ("cli", "cli.*", "__main__", ""),
@@ -219,7 +206,7 @@ def test_virtual_time_needs_no_network() -> None:
     """Nothing that ``sim`` imports, however far down, makes namespaces, links or sockets."""
     forbidden = {
         "emulator.fabric.tcp",
-        "emulator.isolate",
+        "emulator.hosts.isolate",
         "topology.netns",
         "topology.namespaces",
         "topology.netlink",
@@ -229,7 +216,7 @@ def test_virtual_time_needs_no_network() -> None:
 
 def test_a_node_does_not_make_networks() -> None:
     """A node's process, of which there are many, loads nothing that speaks to the kernel about links."""
-    assert "topology.netlink" not in reached_from("emulator.node")
+    assert "topology.netlink" not in reached_from("emulator.hosts.node")
 
 
 def test_no_module_needs_itself() -> None:

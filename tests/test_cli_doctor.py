@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from emulator import probe
 from emulator.cli import doctor, main
+from emulator.hosts import probe
 
 PASSED = dict.fromkeys(probe.TRIALS, (True, "made"))
 

@@ -1,7 +1,7 @@
 """`emulate doctor`: can this host emulate, and if not, which command mends it?
 
-What the kernel can do is tried, not guessed (``emulator.probe``). A check *fails* when emulation is impossible
-without mending it, and *warns* when it is possible but slower or poorer.
+What the kernel can do is tried, not guessed (``emulator.hosts.probe``). A check *fails* when emulation is
+impossible without mending it, and *warns* when it is possible but slower or poorer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import click
 
-from ..state import state_root
+from ..hosts.state import state_root
 
 __all__ = ["Check", "checks", "doctor"]
 
@@ -82,7 +82,7 @@ def _packages() -> Iterator[Check]:
 
 
 def _trials() -> Iterator[Check]:
-    from ..probe import TRIALS, run_trials
+    from ..hosts.probe import TRIALS, run_trials
 
     found = run_trials()
     for trial in TRIALS:

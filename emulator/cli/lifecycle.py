@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..errors import ConfigError, EmulatorError
-from ..state import ClusterDir, ClusterState, check_cluster_name, cluster_dirs, state_root
+from ..hosts.state import ClusterDir, ClusterState, check_cluster_name, cluster_dirs, state_root
 
 if TYPE_CHECKING:
     from ..config import RunConfig
@@ -128,7 +128,7 @@ def _row(directory: ClusterDir) -> dict[str, object]:
 @click.option("--all", "everything", is_flag=True, help="Take every cluster of this state directory down.")
 def down(name: str | None, everything: bool) -> None:
     """Take the cluster NAME down (the only one, if NAME is left out). Nothing to do is no error."""
-    from ..processes import take_down
+    from ..hosts.processes import take_down
 
     if name is not None and everything:
         raise click.UsageError("give either NAME or --all")
@@ -153,7 +153,7 @@ def exec_(cluster: str | None, node: str, command: tuple[str, ...]) -> int:
 
     Put -- before the command: emulate exec pe0 -- ip -br addr
     """
-    from ..processes import run_in_node
+    from ..hosts.processes import run_in_node
 
     return run_in_node(_state_of(find_cluster(cluster)), node, command)
 

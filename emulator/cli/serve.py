@@ -22,7 +22,7 @@ from ..config import ReplayConfig, RunConfig
 from ..errors import ConfigError
 from ..estimate import estimate
 from ..evidence import continuing_turns, expected_tokens
-from ..isolate import invoking_user
+from ..hosts.isolate import invoking_user
 from ..judge import Verdict, judge, judge_virtual, kernel_ports
 from ..plan import cluster_spec, refuse_on_links
 from ..records import Decisions, RunRecords

@@ -62,7 +62,7 @@ def _processes() -> list[int]:
                 command = (entry / "cmdline").read_bytes()
             except OSError:
                 continue
-            if b"emulator.node" in command or b"emulator.supervisor" in command or b"pidinit" in command:
+            if any(word in command for word in (b"emulator.hosts.", b"pidinit")):
                 found.append(int(entry.name))
     return found
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from emulator.state import ProcessId
+from emulator.hosts.state import ProcessId
 
 __all__ = ["Host", "host_links"]
 

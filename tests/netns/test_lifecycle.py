@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from emulator.state import ProcessId
+from emulator.hosts.state import ProcessId
 from topology.namespaces import netns_fd_of_pid
 
 from .lifecycle import Host, host_links
@@ -210,7 +210,8 @@ def test_a_supervisor_killed_on_the_way_up_is_one_line(host: Host, stage: str) -
     """`up` fails with one line, nothing is left, and the next `up` works at once."""
     with host.start("up", "1p1d") as process:
         _await(lambda: STAGES[stage](host.root / "1p1d"))
-        supervisor = next(p for p in host.processes() if _command(p)[1:] == ["-P", "-m", "emulator.supervisor"])
+        command = ["-P", "-m", "emulator.hosts.supervisor"]
+        supervisor = next(p for p in host.processes() if _command(p)[1:] == command)
         processes = host.processes()
         supervisor.send(signal.SIGKILL)
         _, err = process.communicate(timeout=20)
@@ -356,7 +357,7 @@ def _interpreter_for(user: int) -> str | None:
     for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         try:
             subprocess.run(
-                [python, "-c", "import emulator.supervisor"],
+                [python, "-c", "import emulator.hosts.supervisor"],
                 user=user,
                 group=user,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

@@ -16,11 +16,11 @@ import trio.testing
 
 from emulator.cluster import open_cluster
 from emulator.config import ReplayConfig, RunConfig, ScaleConfig
-from emulator.control import LiveRun
 from emulator.errors import EmulatorError
+from emulator.hosts.control import LiveRun
+from emulator.hosts.state import ProcessId
 from emulator.records import Decision, Decisions
 from emulator.sim import simulate
-from emulator.state import ProcessId
 from emulator.steps import step_payload
 from emulator.workload import Workload
 from tests.clusters import conversation

@@ -15,7 +15,7 @@ import trio
 
 from emulator.cluster import Cluster, open_cluster
 from emulator.config import ReplayConfig, ScaleConfig
-from emulator.control import LiveRun
+from emulator.hosts.control import LiveRun
 from emulator.judge import Verdict, judge, kernel_ports
 from emulator.report import setup_of
 from emulator.workload import Workload

@@ -16,12 +16,12 @@ import trio
 from emulator import verify
 from emulator.cluster import Cluster, open_cluster
 from emulator.config import EngineConfig, ModelConfig, ReplayConfig, ScaleConfig
-from emulator.control import LiveRun
 from emulator.errors import EmulatorError
+from emulator.hosts.control import LiveRun
+from emulator.hosts.state import ProcessId
 from emulator.records import RunRecords
 from emulator.report import setup_of
 from emulator.sim import simulate
-from emulator.state import ProcessId
 from emulator.workload import Workload
 from tests.clusters import conversation, expected_tokens
 from tests.netns.lifecycle import Host

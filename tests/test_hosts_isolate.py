@@ -11,12 +11,17 @@ import threading
 
 import pytest
 
-from emulator.isolate import IsolationError, enter_user_namespace, invoking_user, open_pid_namespace
-from emulator.state import ProcessId
+from emulator.hosts.isolate import (
+    IsolationError,
+    enter_user_namespace,
+    invoking_user,
+    open_pid_namespace,
+)
+from emulator.hosts.state import ProcessId
 
 SUPERVISE = """
 import subprocess, sys, signal
-from emulator.isolate import open_pid_namespace
+from emulator.hosts.isolate import open_pid_namespace
 namespace = open_pid_namespace()
 child = subprocess.Popen(["sleep", "600"])
 child.send_signal(signal.SIGSTOP)
@@ -29,7 +34,7 @@ namespace.wait(5)
 
 DROP = """
 import os
-from emulator.isolate import drop_privileges
+from emulator.hosts.isolate import drop_privileges
 drop_privileges({user})
 print(open("/proc/self/status").read())
 try:
@@ -125,7 +130,7 @@ def test_a_process_with_threads_is_not_isolated() -> None:
 @pytest.mark.root
 def test_a_node_whose_user_cannot_load_it_says_who_and_what() -> None:
     """One line, the user and the place; a node that is nobody else's shows its traceback."""
-    program = "import sys\nfrom emulator.node import main\nsys.path[:] = []\nmain(sys.argv[1:])"
+    program = "import sys\nfrom emulator.hosts.node import main\nsys.path[:] = []\nmain(sys.argv[1:])"
     said = []
     for user in (("65534", "65534"), ()):
         argv = [sys.executable, "-c", program, "pe0", *user]

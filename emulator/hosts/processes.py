@@ -18,7 +18,7 @@ from types import FrameType
 
 from topology.namespaces import CLONE_NEWNET, CLONE_NEWPID, CLONE_NEWUSER, setns
 
-from .errors import EmulatorError
+from ..errors import EmulatorError
 from .state import ClusterDir, ClusterState, ProcessId
 
 __all__ = ["clear_up", "run_in_node", "take_down"]

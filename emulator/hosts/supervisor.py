@@ -1,4 +1,4 @@
-"""A cluster's supervisor: ``python -m emulator.supervisor``, the parent and the life of all its processes.
+"""A cluster's supervisor: ``python -m emulator.hosts.supervisor``, the parent and the life of all its processes.
 
 Its standard input is its lifeline: the first line says what to bring up (``control.UpRequest``), a line
 ``detach`` says that it may outlive whoever started it, and the end of file before that means to take all
@@ -34,13 +34,13 @@ from topology.errors import TopologyError
 from topology.netns import port_plans, realise
 from topology.spec import AddressPlan
 
+from ..config import RunConfig
+from ..errors import ConfigError, EmulatorError, ProtocolViolation
+from ..logs import configure_logs
+from ..plan import cluster_spec, emulated_rates, model_file
+from ..records import NodeRecord, RunRecords
 from . import control, isolate
-from .config import RunConfig
-from .errors import ConfigError, EmulatorError, ProtocolViolation
-from .logs import configure_logs
 from .nodeprocess import NodeProcess
-from .plan import cluster_spec, emulated_rates, model_file
-from .records import NodeRecord, RunRecords
 from .state import Claim, ClusterDir, ClusterState, ProcessId, boot_id
 from .station import fault_of
 

@@ -1,6 +1,6 @@
 """What a node does once it is isolated: it waits for orders and plays its role in one run after another.
 
-Theory of operation. One task reads orders and answers events (``emulator.control``); a run is a task of its
+Theory of operation. One task reads orders and answers events (``emulator.hosts.control``); a run is a task of its
 own, a *session*, that goes through open, started, recorded, closed. Whatever ends a session early, a failed
 role or a lost peer, is reported once as ``Failed`` and leaves the node idle and ready for the next run. The
 end of standard input is the supervisor's death: the process ends at once, there is nothing to save.
@@ -24,15 +24,16 @@ import trio
 from topology.lanes import DSCP_OF_LANE
 from topology.spec import AddressPlan
 
-from . import control, workload
-from .config import RunConfig
-from .errors import EmulatorError, PeerLost, ProtocolViolation, leaf_errors
-from .fabric.interface import Endpoint, Fabric, Side, VirtualLane
-from .fabric.wallclock import WallClock
-from .logs import configure_logs
-from .plan import cluster_spec, emulated_rates, lane_map, pace_of
-from .records import Decisions, HostSample
-from .shaper import open_paced
+from .. import workload
+from ..config import RunConfig
+from ..errors import EmulatorError, PeerLost, ProtocolViolation, leaf_errors
+from ..fabric.interface import Endpoint, Fabric, Side, VirtualLane
+from ..fabric.wallclock import WallClock
+from ..logs import configure_logs
+from ..plan import cluster_spec, emulated_rates, lane_map, pace_of
+from ..records import Decisions, HostSample
+from ..shaper import open_paced
+from . import control
 
 __all__ = ["fault_of", "lateness_summary", "serve_station"]
 
@@ -46,8 +47,8 @@ RPC_PORT = 4790
 _INBOX_ORDERS = 8
 
 if TYPE_CHECKING:
-    from .fabric.tcp import Addresses
-    from .roles.client import Client
+    from ..fabric.tcp import Addresses
+    from ..roles.client import Client
 
 log = structlog.get_logger()
 
@@ -184,8 +185,8 @@ class _Station:
 
     async def _attend(self, order: control.Open, inbox: trio.MemoryReceiveChannel[control.NodeOrder]) -> None:
         # Imported by the first run, so that an idle cluster is up sooner.
-        from .fabric.tcp import open_tcp_fabric
-        from .roles.serving import open_role
+        from ..fabric.tcp import open_tcp_fabric
+        from ..roles.serving import open_role
 
         run = order.run
         clock = WallClock(order.epoch_s, run.scale.dilation)
@@ -270,7 +271,7 @@ def _workload(path: Path) -> workload.Workload:
 
 def _addresses(run: RunConfig) -> Addresses:
     """The cluster's address plan as the fabric wants it."""
-    from .fabric.tcp import Addresses
+    from ..fabric.tcp import Addresses
 
     spec = cluster_spec(run)
     plan = AddressPlan(spec)

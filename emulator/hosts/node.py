@@ -1,4 +1,4 @@
-"""One node's process: ``python -m emulator.node NAME [UID GID]``, started by the supervisor.
+"""One node's process: ``python -m emulator.hosts.node NAME [UID GID]``, started by the supervisor.
 
 It moves into an anonymous network namespace of its own, says so, gives up every privilege, and waits for its
 links, which the supervisor makes from outside. Only then it imports what can be attacked or is slow, so that

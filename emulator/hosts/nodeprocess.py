@@ -1,6 +1,6 @@
 """One node's process as its supervisor has it: started, spoken with, and its end accounted for.
 
-Orders go to its standard input and events come from its standard output (``emulator.control``); its standard
+Orders go to its standard input and events come from its standard output (``emulator.hosts.control``); its standard
 error is its log. ``spawn`` and ``open_netns`` come before trio, the rest after ``adopt``.
 """
 
@@ -21,8 +21,8 @@ import trio
 
 from topology.namespaces import netns_fd_of_pid
 
+from ..errors import EmulatorError, PeerLost, ProtocolViolation
 from . import control
-from .errors import EmulatorError, PeerLost, ProtocolViolation
 from .node import IN_NETNS
 
 __all__ = ["NodeProcess"]
@@ -51,7 +51,7 @@ class NodeProcess:
         path = logs / f"{name}.log"
         with path.open("ab") as file:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "emulator.node", name, *map(str, user or ())],
+                [sys.executable, "-P", "-m", "emulator.hosts.node", name, *map(str, user or ())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emulator.errors import EmulatorError, PeerLost, StoreError
-from emulator.station import fault_of, lateness_summary
+from emulator.hosts.station import fault_of, lateness_summary
 from tests.within import assert_within
 
 LOST, FULL, BUG = PeerLost("de0 is gone"), StoreError("no space"), ZeroDivisionError("by zero")

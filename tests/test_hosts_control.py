@@ -11,8 +11,8 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emulator import control
 from emulator.errors import ConfigError, EmulatorError, ProtocolViolation, Refused
+from emulator.hosts import control
 
 EVENTS: list[control.NodeEvent] = [
     control.Ready(),

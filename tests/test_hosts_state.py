@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emulator.errors import ConfigError, EmulatorError
-from emulator.processes import take_down
-from emulator.state import (
+from emulator.hosts.processes import take_down
+from emulator.hosts.state import (
     ClusterDir,
     ClusterState,
     ProcessId,

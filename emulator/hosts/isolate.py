@@ -5,7 +5,7 @@ its privileges.
 
 Theory of operation. The supervisor calls ``enter_user_namespace`` (only when it is not root) and then
 ``open_pid_namespace``, whose init is its first child. Every later child is born into that namespace and dies
-with the init, which dies with the supervisor (``emulator.pidinit`` says how). All of it happens on the main
+with the init, which dies with the supervisor (``emulator.hosts.pidinit`` says how). All of it happens on the main
 thread of a process with one thread: from then on the kernel refuses new threads (EINVAL), because a thread
 cannot live in another PID namespace than its process.
 """

@@ -17,9 +17,9 @@ import trio
 
 from topology.counters import PortCounters
 
-from .config import ReplayConfig, RunConfig
-from .errors import EmulatorError, ProtocolViolation, error_from_code
-from .records import RequestRecord, RunRecords
+from ..config import ReplayConfig, RunConfig
+from ..errors import EmulatorError, ProtocolViolation, error_from_code
+from ..records import RequestRecord, RunRecords
 
 __all__ = [
     "Close",

@@ -1,6 +1,6 @@
 """Try on this host what a cluster needs of the kernel, in namespaces that are gone a moment later.
 
-``python -m emulator.probe`` runs the trials in a process of its own, because isolation cannot be undone, and
+``python -m emulator.hosts.probe`` runs the trials in a process of its own, because isolation cannot be undone, and
 prints one JSON object a line, {"trial", "ok", "detail"}; the first that fails ends it. The trials are the
 product's own acts on the smallest cluster, so what passes here works there.
 """
@@ -32,7 +32,7 @@ def run_trials() -> dict[str, tuple[bool, str]]:
     """Trial -> (passed, detail), in order; a trial that could not be reached any more is absent."""
     # Threads of numeric libraries would forbid isolation.
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "emulator.probe"],
+        [sys.executable, "-P", "-m", "emulator.hosts.probe"],
         capture_output=True,
         text=True,
         timeout=_PATIENCE_S,

@@ -27,7 +27,7 @@ from typing import Literal
 
 import msgspec
 
-from .errors import ConfigError, EmulatorError
+from ..errors import ConfigError, EmulatorError
 
 __all__ = [
     "Claim",
