@@ -76,8 +76,9 @@ class PortBytes(msgspec.Struct, frozen=True):
 class ExchangeRecord(msgspec.Struct, frozen=True):
     """Exchanges of one ring on one lane, all of one size: the largest payload of this node's ports.
 
-    ``total_s`` and ``max_s`` are of the times from an exchange's ideal start to its ideal end; ``late_s`` is the
-    longest by which this node's bytes left behind the ideal start.
+    ``total_s`` and ``max_s`` are of the times from an exchange's ideal start to its ideal end, and ``took`` is
+    how these are spread: (seconds, how many), each time rounded up by at most a thirty-second. ``late_s`` is the
+    longest by which this node's bytes left behind the ideal start, and ``late`` how that is spread.
     """
 
     ring: str
@@ -87,6 +88,8 @@ class ExchangeRecord(msgspec.Struct, frozen=True):
     total_s: float
     max_s: float
     late_s: float = 0.0
+    took: tuple[tuple[float, int], ...] = ()
+    late: tuple[tuple[float, int], ...] = ()
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):

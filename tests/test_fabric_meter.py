@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,7 +73,7 @@ def test_records_come_sorted_and_by_name() -> None:
 
 
 def test_exchanges_are_kept_by_ring_lane_and_size() -> None:
-    """One row each: how many, their time in all and at most, and how late they began at most; sorted."""
+    """One row each: how many, their time in all, at most and spread, and how late they began; sorted."""
     books = Books(1.0)
     for ring, size, took_s, late_s in (
         ("b", 2, 1.0, 0.0),
@@ -81,10 +83,24 @@ def test_exchanges_are_kept_by_ring_lane_and_size() -> None:
     ):
         books.count_exchange(ring, VirtualLane.MODEL, size, took_s, late_s)
     assert books.exchanges() == (
-        ExchangeRecord("a", 1, 3, 2, 6.0, 4.0, 0.25),
-        ExchangeRecord("a", 1, 9, 1, 1.0, 1.0, 0.5),
-        ExchangeRecord("b", 1, 2, 1, 1.0, 1.0),
+        ExchangeRecord("a", 1, 3, 2, 6.0, 4.0, 0.25, ((2.0, 1), (4.0, 1)), ((0.125, 1), (0.25, 1))),
+        ExchangeRecord("a", 1, 9, 1, 1.0, 1.0, 0.5, ((1.0, 1),), ((0.5, 1),)),
+        ExchangeRecord("b", 1, 2, 1, 1.0, 1.0, 0.0, ((1.0, 1),), ((0.0, 1),)),
     )
+
+
+@given(st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=30))
+def test_a_spread_is_as_fine_as_it_says(times: list[float]) -> None:
+    """Every time is counted once, at no less than it was and at most a thirty-second more; few values for many."""
+    books = Books(1.0)
+    for seconds in times:
+        books.count_exchange("ring", VirtualLane.MODEL, 1, seconds, 0.0)
+    (record,) = books.exchanges()
+    steps = [step for step, count in record.took for _ in range(count)]
+    for seconds, step in zip(sorted(times), steps, strict=True):
+        assert seconds <= step <= seconds * (1 + 1 / 32)
+    octaves = {math.frexp(seconds)[1] for seconds in times}
+    assert len(record.took) <= 33 * len(octaves)
 
 
 def test_a_free_path_has_no_port() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emulator.judge import KernelLane, KernelPort, Verdict, judge, judge_virtual, kernel_ports, read_rates
-from emulator.records import HostSample
+from emulator.records import ExchangeRecord, HostSample
 from emulator.verify import Evidence
 
 from .made_run import RATE_BPS, evidence, replace_node
@@ -106,6 +106,41 @@ def test_the_dilation_that_would_do_does(late_ms: float) -> None:
         scale = msgspec.structs.replace(made.setup.scale, dilation=result.dilation)
         slower = msgspec.structs.replace(made, setup=msgspec.structs.replace(made.setup, scale=scale))
         assert verdict(slower).valid
+
+
+def exchanging(made: Evidence, node: str, *late: tuple[float, int]) -> Evidence:
+    """The same run with exchanges of the node's that began late, as (seconds of wall time, how many)."""
+    rows = tuple((seconds / made.setup.scale.dilation, count) for seconds, count in late)
+    count = sum(count for _, count in late)
+    longest_s = max(seconds for seconds, _ in rows)
+    record = ExchangeRecord("pe", 1, 4096, count, 0.01 * count, 0.02, longest_s, late=rows)
+    return replace_node(made, node, exchanges=(record,))
+
+
+def test_exchanges_that_begin_late_make_the_run_invalid() -> None:
+    """One in fifty a quarter of a decode step late is a fault of its node's, with a dilation; one in 200 is none.
+
+    A decode step takes 20 ms at a dilation of 10, so a tenth of it is 20 ms.
+    """
+    assert verdict(exchanging(evidence(), "pe0", (0.001, 199), (0.05, 1))).valid
+    assert verdict(exchanging(evidence(), "pe0", (0.02, 200))).valid
+    result = verdict(exchanging(evidence(), "pe0", (0.001, 196), (0.05, 4)))
+    assert result.reasons == (
+        "pe0: exchanges of pe 50 ms late (p99), above 10% of a decode step (200 ms of wall time)",
+    )
+    assert result.dilation == 25.0
+
+
+@given(st.floats(1e-4, 10.0), st.integers(1, 300))
+def test_late_exchanges_are_on_time_at_the_dilation_that_would_do(late_s: float, count: int) -> None:
+    """The host is late by the same wall time then, which is a smaller part of a step."""
+    made = evidence(1, 1)
+    result = verdict(exchanging(made, "de0", (late_s, count)))
+    assert result.valid == (late_s <= 0.02)
+    if result.dilation is not None:
+        scale = msgspec.structs.replace(made.setup.scale, dilation=result.dilation)
+        slower = msgspec.structs.replace(made, setup=msgspec.structs.replace(made.setup, scale=scale))
+        assert verdict(exchanging(slower, "de0", (late_s, count))).valid
 
 
 def test_a_cpu_without_head_room_is_invalid() -> None:

@@ -7,6 +7,7 @@ one against the other.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Literal
 
 from ..records import ExchangeRecord, GapRecord, PortBytes, TransferBytes
@@ -18,6 +19,9 @@ Direction = Literal["read", "write"]
 
 
 US = 1e-6
+
+STEPS = 32
+"""Into how many steps each octave of times is divided where their spread is kept."""
 
 
 class _Gaps:
@@ -124,6 +128,30 @@ class PortMeter:
         )
 
 
+class _Spread:
+    """Times, each counted at the next of ``STEPS`` steps of its octave, and the longest as it is."""
+
+    __slots__ = ("_counts", "max_s", "total_s")
+
+    def __init__(self) -> None:
+        self.total_s = self.max_s = 0.0
+        self._counts: Counter[float] = Counter()
+
+    def add(self, seconds: float) -> None:
+        self.total_s += seconds
+        self.max_s = max(self.max_s, seconds)
+        mantissa, power = math.frexp(seconds)
+        self._counts[math.ldexp(math.ceil(mantissa * 2 * STEPS) / (2 * STEPS), power)] += 1
+
+    @property
+    def count(self) -> int:
+        return self._counts.total()
+
+    def rows(self) -> tuple[tuple[float, int], ...]:
+        """(seconds, how many), shortest first."""
+        return tuple(sorted(self._counts.items()))
+
+
 class Books:
     """All counters of one node: what it sent, what it received, its ports."""
 
@@ -135,7 +163,7 @@ class Books:
         self._gaps: dict[tuple[str, Direction], _Gaps] = {}
         self._sent: dict[tuple[Transfer, str, str], list[int]] = {}
         self._received: dict[tuple[Transfer, str, str], list[int]] = {}
-        self._exchanges: dict[tuple[str, VirtualLane, int], tuple[int, float, float, float]] = {}
+        self._exchanges: dict[tuple[str, VirtualLane, int], tuple[_Spread, _Spread]] = {}
 
     def port(self, nic: str, direction: Direction, lane: VirtualLane) -> PortMeter:
         """The meter of one direction and lane, made on first use. A free path has no port: nobody reads its."""
@@ -165,14 +193,25 @@ class Books:
     ) -> None:
         """An exchange of ``ring`` is over, in which no port of this node sent more than ``payload_bytes``."""
         key = (ring, lane, payload_bytes)
-        count, total_s, max_s, latest_s = self._exchanges.get(key, (0, 0.0, 0.0, 0.0))
-        self._exchanges[key] = (count + 1, total_s + took_s, max(max_s, took_s), max(latest_s, late_s))
+        took, late = self._exchanges.setdefault(key, (_Spread(), _Spread()))
+        took.add(took_s)
+        late.add(late_s)
 
     def exchanges(self) -> tuple[ExchangeRecord, ...]:
         """Sorted by ring, lane, size."""
         return tuple(
-            ExchangeRecord(ring, int(lane), size, *self._exchanges[ring, lane, size])
-            for ring, lane, size in sorted(self._exchanges)
+            ExchangeRecord(
+                ring,
+                int(lane),
+                size,
+                count=took.count,
+                total_s=took.total_s,
+                max_s=took.max_s,
+                late_s=late.max_s,
+                took=took.rows(),
+                late=late.rows(),
+            )
+            for (ring, lane, size), (took, late) in sorted(self._exchanges.items(), key=lambda item: item[0])
         )
 
     def sent(self) -> tuple[TransferBytes, ...]:
