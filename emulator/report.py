@@ -192,12 +192,14 @@ def _resources(records: RunRecords, setup: Setup) -> dict[str, Any]:
             {
                 "ring": row.ring,
                 "lane": VirtualLane(row.lane).name,
-                "model_bytes": round(row.payload_bytes * setup.scale.shrink),
+                "upto_model_bytes": row.upto_bytes,
+                "model_bytes": round(row.model_bytes),
                 "count": row.count,
                 "mean_s": row.mean_s,
+                "p95_s": row.p95_s,
                 "max_s": row.max_s,
             }
-            for row in usage.collectives(records)
+            for row in usage.collectives(records, setup.scale)
         ],
     }
 

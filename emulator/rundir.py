@@ -45,7 +45,7 @@ from .verify import Evidence, Finding
 
 __all__ = ["claim_run_dir", "read_decisions", "read_run_dir", "report_as_counted", "write_run_dir"]
 
-FORMAT = 2
+FORMAT = 3
 """Version of the run directory; a reader refuses any other."""
 
 T = TypeVar("T")

@@ -129,11 +129,11 @@ def _remarks(entry: dict[str, Any], name: str) -> Iterator[str]:
             rings[row["ring"], row["lane"]].append(row)
     for (ring, lane), rows in rings.items():
         count = sum(row["count"] for row in rows)
-        least, most = (pick(row["model_bytes"] for row in rows) / 1e3 for pick in (min, max))
+        mean_kb = sum(row["count"] * row["model_bytes"] for row in rows) / count / 1e3
         mean_ms = 1e3 * sum(row["count"] * row["mean_s"] for row in rows) / count
         max_ms = 1e3 * max(row["max_s"] for row in rows)
         yield (
-            f"{name}: {count} exchanges of {ring} on lane {lane}, {least:.0f} to {most:.0f} KB a port:"
+            f"{name}: {count} exchanges of {ring} on lane {lane}, {mean_kb:.0f} KB a port on average:"
             f" mean {mean_ms:.3f} ms, longest {max_ms:.3f} ms"
         )
 

@@ -7,14 +7,16 @@ implementation or ``report``.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 
 import msgspec
 
 from .fabric.interface import VirtualLane
-from .metrics import Direction, Setup, windows_since
+from .metrics import Direction, Setup, summarise_runs, windows_since
 from .records import ExchangeRecord, GapRecord, NodeRecord, RunRecords
+from .scale import Scale
 
 __all__ = [
     "Binding",
@@ -43,16 +45,21 @@ class Binding(msgspec.Struct, frozen=True):
 
 
 class Exchanges(msgspec.Struct, frozen=True):
-    """The collectives of one ring, lane and size: ``payload_bytes`` on every port, and how long one takes.
+    """The collectives of one ring and lane that are of about one size, and how long one takes.
 
-    Every member sees each of them: ``count`` is that of one member, ``mean_s`` is over what all saw.
+    ``upto_bytes``: a power of two model bytes a port, which they are not larger than, and larger than half of it;
+    0 for barriers, which carry nothing. ``model_bytes``: what one carries a port, on average. Every member sees
+    each of them, but may send more than another does: ``count`` is that of the member with the most of this size.
+    Times are over what all members saw; ``p95_s`` is at most a thirty-second too long, as finely as they are kept.
     """
 
     ring: str
     lane: int
-    payload_bytes: int
+    upto_bytes: int
+    model_bytes: float
     count: int
     mean_s: float
+    p95_s: float | None
     max_s: float
 
 
@@ -157,21 +164,43 @@ def _dominant(records: RunRecords) -> str:
     return largest if parts[largest] > DOMINANT * busy else COMPUTE
 
 
-def collectives(records: RunRecords) -> tuple[Exchanges, ...]:
-    """Every ring's exchanges by size, over all nodes that took part."""
-    rows: defaultdict[tuple[str, int, int], list[ExchangeRecord]] = defaultdict(list)
+def collectives(records: RunRecords, scale: Scale) -> tuple[Exchanges, ...]:
+    """Every ring's exchanges by lane and power of two of model bytes a port, over all nodes that took part.
+
+    ``p95_s`` is None where records do not say how times are spread.
+    """
+    rows: defaultdict[tuple[str, int, int], list[tuple[str, ExchangeRecord]]] = defaultdict(list)
     for node in records.nodes:
         for e in node.exchanges:
             if e.count:
-                rows[e.ring, e.lane, e.payload_bytes].append(e)
-    return tuple(
-        Exchanges(
-            *key,
-            count=max(e.count for e in found),
-            mean_s=math.fsum(e.total_s for e in found) / sum(e.count for e in found),
-            max_s=max(e.max_s for e in found),
-        )
-        for key, found in sorted(rows.items())
+                rows[e.ring, e.lane, _upto(e.payload_bytes * scale.shrink)].append((node.node, e))
+    return tuple(_exchanges(*key, rows[key], scale) for key in sorted(rows))
+
+
+def _upto(size: Fraction) -> int:
+    """The least power of two that is not below ``size`` bytes; 0 for none at all."""
+    return 1 << (math.ceil(size) - 1).bit_length() if size else 0
+
+
+def _exchanges(
+    ring: str, lane: int, upto_bytes: int, found: Sequence[tuple[str, ExchangeRecord]], scale: Scale
+) -> Exchanges:
+    seen: Counter[str] = Counter()
+    for node, e in found:
+        seen[node] += e.count
+    total = seen.total()
+    took = summarise_runs(run for _, e in found for run in e.took)
+    longest_s = max(e.max_s for _, e in found)
+    return Exchanges(
+        ring,
+        lane,
+        upto_bytes,
+        model_bytes=float(sum(e.count * e.payload_bytes for _, e in found) * scale.shrink / total),
+        count=max(seen.values()),
+        mean_s=math.fsum(e.total_s for _, e in found) / total,
+        # What was rounded up may have gone past the longest.
+        p95_s=None if took is None else min(took.p95, longest_s),
+        max_s=longest_s,
     )
 
 

@@ -121,7 +121,7 @@ def test_nothing_done_has_no_figures() -> None:
         assert balance.snic_balance(records, setup()) is None
         assert balance.attention_balance(records, setup()) is None
         assert usage.binding(records, setup()) is None
-        assert usage.collectives(records) == ()
+        assert usage.collectives(records, setup().scale) == ()
 
 
 def test_jct_runs_from_the_clocks_start_to_the_last_token() -> None:

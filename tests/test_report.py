@@ -92,15 +92,19 @@ def test_a_setup_knows_the_systems_switches() -> None:
 
 def test_figures_of_resources_are_in_model_bytes() -> None:
     """A ring's exchanges are told in bytes of the cluster that is emulated, their lane by its name."""
-    made = replace_node(evidence(), "pe0", exchanges=(ExchangeRecord("pe", 1, 4096, 10, 0.1, 0.02),))
+    made = replace_node(
+        evidence(), "pe0", exchanges=(ExchangeRecord("pe", 1, 4096, 10, 0.1, 0.02, took=((0.01, 10),)),)
+    )
     entry = report.build_report(finished(evidence=made))
     assert entry["collectives"] == [
         {
             "ring": "pe",
             "lane": "MODEL",
+            "upto_model_bytes": 1 << 20,
             "model_bytes": 176 * 4096,
             "count": 10,
             "mean_s": 0.01,
+            "p95_s": 0.01,
             "max_s": 0.02,
         }
     ]

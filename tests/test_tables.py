@@ -87,7 +87,7 @@ def test_what_else_was_measured_is_told_below() -> None:
         " below 66 ms; KV fills 25.0% of it"
     ) in text
     # Barriers carry nothing and are not in the range.
-    assert "8 exchanges of pe on lane MODEL, 4 to 12 KB a port: mean 0.008 ms, longest 0.120 ms" in text
+    assert "8 exchanges of pe on lane MODEL, 8 KB a port on average: mean 0.008 ms, longest 0.120 ms" in text
     bare = shown(entry_of(predictor_error=None))
     assert not any(word in bare for word in ("predicted", "pool", "CNICs", "exchanges"))
 

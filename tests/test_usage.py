@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from emulator.fabric.interface import VirtualLane
-from emulator.metrics import Port
+from emulator.fabric.meter import Books
+from emulator.metrics import Port, summarise
 from emulator.records import BatchRecord, ExchangeRecord, GapRecord, NodeRecord, PoolRecord, PortBytes, RunRecords
+from emulator.scale import Scale
 from emulator.usage import (
     Binding,
     CnicIdle,
-    Exchanges,
     Gaps,
     binding,
     cnic_idle,
@@ -90,18 +95,61 @@ def test_busy_engines_are_named_by_what_they_mostly_do(attention_s: float, excha
     assert figure == Binding(name, 0.8, "pe0/0", 0.8)
 
 
+DOUBLED = Scale(2, 1)
+
+
+def exchanges(size: int, took: Sequence[float]) -> ExchangeRecord:
+    """Exchanges of ``size`` payload bytes that took so long, as a fabric's books record them."""
+    books = Books(1.0)
+    for seconds in took:
+        books.count_exchange("pe", VirtualLane.MODEL, size, seconds, 0.0)
+    (record,) = books.exchanges()
+    return record
+
+
 def test_exchanges_are_summed_over_the_members_of_a_ring() -> None:
-    """All members see every exchange: it counts once, its mean is over what they saw, the longest is anybody's."""
+    """All members see every exchange: it counts once, its mean is over what they saw, the longest is anybody's.
+
+    Sizes within one power of two of model bytes are one row.
+    """
     nodes = (
-        NodeRecord(node="pe0", exchanges=(ExchangeRecord("pe", 1, 4096, 10, 0.1, 0.02),)),
+        NodeRecord(node="pe0", exchanges=(exchanges(1_500, [0.01] * 4), exchanges(2_000, [0.03] * 4))),
         NodeRecord(
             node="pe1",
-            exchanges=(ExchangeRecord("pe", 1, 4096, 10, 0.3, 0.09), ExchangeRecord("pe", 1, 8192, 0, 0.0, 0.0)),
+            exchanges=(
+                exchanges(1_500, [0.02] * 4),
+                exchanges(2_000, [0.01, 0.01, 0.02, 0.12]),
+                ExchangeRecord("pe", 1, 8192, 0, 0.0, 0.0),
+            ),
         ),
     )
-    (row,) = collectives(run(nodes=nodes))
-    assert msgspec.structs.replace(row, mean_s=0.0) == Exchanges("pe", 1, 4096, 10, 0.0, 0.09)
-    assert_within(row.mean_s, 0.02, rel=1e-9)
+    (row,) = collectives(run(nodes=nodes), DOUBLED)
+    assert (row.ring, row.lane, row.upto_bytes, row.count, row.max_s) == ("pe", 1, 4096, 8, 0.12)
+    assert row.model_bytes == 3_500
+    assert_within(row.mean_s, 0.025, rel=1e-9)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1 << 40), st.floats(0, 1e3, allow_subnormal=False)), min_size=1, max_size=40)
+)
+def test_every_exchange_is_in_the_row_of_its_size(done: list[tuple[int, float]]) -> None:
+    """Rows part all exchanges by powers of two; counts, bytes and times are kept, the 95th percentile nearly."""
+    sizes = {size for size, _ in done}
+    records = [exchanges(size, [took for other, took in done if other == size]) for size in sorted(sizes)]
+    rows = collectives(run(nodes=(NodeRecord(node="pe0", exchanges=tuple(records)),)), DOUBLED)
+    assert len({row.upto_bytes for row in rows}) == len(rows)
+    for row in rows:
+        assert row.upto_bytes == 0 or row.upto_bytes.bit_count() == 1
+        mine = [(2 * size, took) for size, took in done if row.upto_bytes // 2 < 2 * size <= row.upto_bytes]
+        mine = mine or [(0, took) for size, took in done if not size]
+        assert row.count == len(mine)
+        assert_within(row.model_bytes * row.count, sum(size for size, _ in mine), rel=1e-9)
+        assert_within(row.mean_s * row.count, sum(took for _, took in mine), rel=1e-9, absolute=1e-300)
+        assert row.max_s == max(took for _, took in mine)
+        exact = summarise(took for _, took in mine)
+        assert exact is not None and row.p95_s is not None
+        assert exact.p95 * (1 - 1e-9) <= row.p95_s <= min(exact.max, exact.p95 * (1 + 1 / 32) + 1e-300)
+    assert sum(row.count for row in rows) == len(done)
 
 
 CNIC = Port("pe0", "cnic0", "pe", 100.0)
