@@ -172,8 +172,8 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     """A run directory of another version is not guessed at."""
     rundir.write_run_dir(tmp_path, finished())
     text = (tmp_path / "run.json").read_text()
-    (tmp_path / "run.json").write_text(text.replace('"format": 2', '"format": 3'))
-    with pytest.raises(ConfigError, match="format 3, this version reads 2"):
+    (tmp_path / "run.json").write_text(text.replace('"format": 3', '"format": 4'))
+    with pytest.raises(ConfigError, match="format 4, this version reads 3"):
         rundir.read_run_dir(tmp_path)
 
 
