@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from emulator.config import ModelConfig, ScaleConfig
 from emulator.errors import ConfigError, EmulatorError
+from emulator.fabric.interface import VirtualLane
 from emulator.records import Decisions, RunRecords
 from emulator.sim import simulate
 from emulator.systems import SYSTEMS
@@ -282,3 +283,18 @@ def test_whatever_isolates_traffic_serves_and_breaks_nothing(traffic: dict[str, 
         records = simulate(run, _mixed())
         assert [request.status for request in records.requests] == ["done"] * 9
         assert broken(run, _mixed(), records) == []
+
+
+@pytest.mark.parametrize(
+    ("qos", "lane"), [("lanes", VirtualLane.MODEL), ("off", VirtualLane.KV), ("software", VirtualLane.KV)]
+)
+def test_records_name_the_lane_that_carried(qos: str, lane: VirtualLane) -> None:
+    """Exchanges, and the bytes of the ports that they leave by, are those of the one lane that is used."""
+    run = config(agents=3, pe_nodes=2, de_nodes=2, ep_over="cnic", qos=qos)
+    nodes = simulate(run, _mixed()).nodes
+    exchanges = [exchange for node in nodes for exchange in node.exchanges if exchange.payload_bytes]
+    assert exchanges and {exchange.lane for exchange in exchanges} == {lane}
+    ports = {
+        port.lane for node in nodes for port in node.ports if port.nic.startswith("cnic") and port.payload_bytes
+    }
+    assert ports == {lane, VirtualLane.KV}
