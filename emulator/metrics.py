@@ -18,7 +18,7 @@ import msgspec
 
 from .config import EngineConfig
 from .kvcache import Layout
-from .records import RequestRecord, RunRecords
+from .records import CacheRecord, RequestRecord, RunRecords
 from .scale import Scale
 from .systems import SYSTEMS, System
 
@@ -36,6 +36,7 @@ __all__ = [
     "breakdown",
     "de_hit_tokens",
     "done",
+    "dram_pool",
     "e2e_s",
     "goodput",
     "hit_ratio",
@@ -315,6 +316,11 @@ def pool_hit_ratio(requests: Iterable[RequestRecord]) -> float | None:
     rows = list(requests)
     hit = sum(r.hit_tokens for r in rows)
     return sum(r.pool_tokens for r in rows) / hit if hit else None
+
+
+def dram_pool(records: RunRecords) -> CacheRecord | None:
+    """What the directory of the DRAM pool counted, in Full Blocks, all reads included; None without a pool."""
+    return next((node.cache for node in records.nodes if node.cache is not None), None)
 
 
 def de_hit_tokens(r: RequestRecord) -> int:

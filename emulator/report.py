@@ -141,6 +141,7 @@ def figures(run: FinishedRun) -> dict[str, Any]:
         "tokens": _plain(metrics.tokens(rows)),
         "hit_ratio": metrics.hit_ratio(rows),
         "pool_hit_ratio": metrics.pool_hit_ratio(rows) if setup.system.pool else None,
+        "dram_pool": _plain(metrics.dram_pool(records)),
         "steps_bytes": steps.steps_model_bytes(records, setup.scale),
         "scale": {
             "shrink": _number(setup.scale.shrink),

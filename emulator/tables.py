@@ -48,14 +48,16 @@ def _outcomes(entries: Sequence[dict[str, Any]]) -> Table:
         grid.add_column(name, no_wrap=True)
     for name in ("done", "JCT\ns", "times\nfirst", "TTFT\ns", "\np99"):
         grid.add_column(name, justify="right", no_wrap=True)
-    for name in ("TPOT\nms", "pe:de\n%", "hit\n%", "SNIC\nmax/\navg"):
+    pooled = any(entry["pool_hit_ratio"] is not None for entry in entries)
+    from_pool = ("from\npool\n%",) if pooled else ()
+    for name in ("TPOT\nms", "pe:de\n%", "hit\n%", *from_pool, "SNIC\nmax/\navg"):
         grid.add_column(name, justify="right", no_wrap=True)
     for name in ("tokens", "verdict"):
         grid.add_column(name, no_wrap=True)
     mixed = len({entry["fabric"] for entry in entries}) > 1
     for entry in entries:
         system = f"{entry['system']} ({entry['fabric']})" if mixed else entry["system"]
-        grid.add_row(system, *_cells(entry, entries[0]))
+        grid.add_row(system, *_cells(entry, entries[0], pooled=pooled))
     return grid
 
 
@@ -77,7 +79,7 @@ def _causes(entries: Sequence[dict[str, Any]], names: Sequence[str]) -> Table:
     return grid
 
 
-def _cells(entry: dict[str, Any], first: dict[str, Any]) -> list[str | Text]:
+def _cells(entry: dict[str, Any], first: dict[str, Any], *, pooled: bool) -> list[str | Text]:
     jct, base = entry["jct_s"], first["jct_s"]
     ttft, tpot = entry["ttft_s"], entry["tpot_s"]
     # Requests that are read on both sides are of neither path; their tokens are.
@@ -94,7 +96,8 @@ def _cells(entry: dict[str, Any], first: dict[str, Any]) -> list[str | Text]:
         _cell(ttft and ttft["p99"], "{:.3f}"),
         _cell(tpot and 1e3 * tpot["p50"], "{:.1f}"),
         "-" if share["pe"] is None else f"{100 * share['pe']:.0f}:{100 * share['de']:.0f}",
-        _cell(entry["hit_ratio"] and 100 * entry["hit_ratio"], "{:.1f}"),
+        _per_cent(entry["hit_ratio"]),
+        *((_per_cent(entry["pool_hit_ratio"]),) if pooled else ()),
         _cell(entry["snic_max_over_avg"], "{:.2f}"),
         equal[entry["tokens_equal"]],
         Text(entry["verdict"], "green" if valid else "bold red"),
@@ -105,6 +108,10 @@ def _seconds(value: float) -> str:
     return f"{value:.3f}" if value < 100 else f"{value:.1f}"
 
 
+def _per_cent(ratio: float | None) -> str:
+    return _cell(None if ratio is None else 100 * ratio, "{:.1f}")
+
+
 def _cell(value: float | None, shape: str) -> str:
     return "-" if value is None else shape.format(value)
 
@@ -113,8 +120,12 @@ def _remarks(entry: dict[str, Any], name: str) -> Iterator[str]:
     """What else a run has figures of: prediction, the pool, collectives and the gaps between them."""
     if entry["predictor_error"] is not None:
         yield f"{name}: attention times are predicted to {entry['predictor_error']:.1%}"
-    if entry["pool_hit_ratio"] is not None:
-        yield f"{name}: the DRAM pool gave {entry['pool_hit_ratio']:.1%} of the hit"
+    pool = entry["dram_pool"]
+    if pool is not None:
+        yield (
+            f"{name}: the DRAM pool has {pool['used']} blocks in {pool['total']} places;"
+            f" {pool['evicted']} gave way, {pool['turned_away']} found no place"
+        )
     idle = entry["cnic_idle"]
     if idle is not None:
         yield (

@@ -10,17 +10,17 @@ import msgspec
 from emulator import report, verify
 from emulator.config import EngineConfig, ModelConfig, ReplayConfig, ScaleConfig
 from emulator.plan import run_config
-from emulator.records import ExchangeRecord
+from emulator.records import CacheRecord, ExchangeRecord
 from topology.spec import load_topology
 
-from .made_run import evidence, finished, nothing_done, replace_node, replace_request, shown
+from .made_run import POOLED, evidence, finished, nothing_done, replace_node, replace_request, shown
 from .within import assert_within
 
 ENTRY_KEYS = {
     *("system", "path", "fabric", "jct_s", "ttft_s", "tpot_s", "e2e_s", "requests", "tokens_equal", "verdict"),
     *("path_share", "hit_ratio", "snic_max_over_avg", "steps_bytes", "scale", "wall_s", "out"),
     *("ttft_breakdown_s", "binding", "attention_max_over_avg", "predictor_error", "pool_hit_ratio"),
-    *("collectives", "cnic_idle", "pool_peaks"),
+    *("collectives", "cnic_idle", "pool_peaks", "dram_pool"),
 }
 
 
@@ -110,6 +110,16 @@ def test_figures_of_resources_are_in_model_bytes() -> None:
     ]
     assert_within(entry["predictor_error"], 0.02, rel=1e-9)
     assert entry["pool_peaks"] == {"de buffer": 0.3, "pe buffer": 0.3}
+
+
+def test_the_pools_directory_is_in_the_report() -> None:
+    """What the master counted, whichever node it is on; null in a run without a pool."""
+    cache = CacheRecord(
+        total=9, used=4, pending=0, leases=0, looked_up=20, hits=5, inserted=6, evicted=2, turned_away=1
+    )
+    made = replace_node(evidence(system=POOLED), "sched", cache=cache)
+    assert report.build_report(finished(evidence=made))["dram_pool"] == msgspec.to_builtins(cache)
+    assert report.build_report(finished())["dram_pool"] is None
 
 
 def test_a_policy_of_the_users_own_is_named_without_its_place() -> None:

@@ -41,6 +41,7 @@ GAPS = [
 FULL = {
     "predictor_error": 0.0123,
     "pool_hit_ratio": 0.456,
+    "dram_pool": {"total": 90, "used": 80, "evicted": 7, "turned_away": 3},
     "attention_max_over_avg": 1.06,
     "cnic_idle": {"idle": 0.834, "kv_of_left": 0.312, "ports": 16, "gaps": GAPS},
     "collectives": [
@@ -80,7 +81,7 @@ def test_what_else_was_measured_is_told_below() -> None:
     """Prediction, pool, gaps and exchanges of a run have a line each, and a run without them has none."""
     text = shown(entry_of(**FULL))
     assert "dualpath: attention times are predicted to 1.2%" in text
-    assert "dualpath: the DRAM pool gave 45.6% of the hit" in text
+    assert "dualpath: the DRAM pool has 80 blocks in 90 places; 7 gave way, 3 found no place" in text
     assert "CNICs are 83.4% of the time without a collective; KV took 31.2% of what those left" in text
     assert (
         "between two collectives CNICs idle 40.0% of the time, half of that in gaps below 4.1 ms, nine tenths"
@@ -90,6 +91,15 @@ def test_what_else_was_measured_is_told_below() -> None:
     assert "8 exchanges of pe on lane MODEL, 8 KB a port on average: mean 0.008 ms, longest 0.120 ms" in text
     bare = shown(entry_of(predictor_error=None))
     assert not any(word in bare for word in ("predicted", "pool", "CNICs", "exchanges"))
+
+
+def test_a_pools_part_of_the_hit_stands_beside_the_hit() -> None:
+    """A column of its own where any run has a pool, empty for those without; no column where none has."""
+    pooled, plain = entry_of(**FULL, hit_ratio=0.875), entry_of(hit_ratio=0.5)
+    both = [line.split() for line in shown(pooled, plain).splitlines() if "valid" in line]
+    assert both[0][both[0].index("87.5") + 1] == "45.6"
+    assert both[1][both[1].index("50.0") + 1] == "-"
+    assert "from" not in shown(plain)
 
 
 @pytest.mark.parametrize(("split", "cell"), [({}, "40:60"), ({"split": 1.0}, "25:75")])
