@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta, abstractmethod
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, StateMachineMeta, consumes, invariant, rule
 
 from emulator.pool import BufferPool, Lease, PagePool, Pool, PoolExhausted
 
@@ -18,7 +19,11 @@ def units(lease: Lease) -> set[int]:
     return {unit for first, count in lease.runs for unit in range(first, first + count)}
 
 
-class PoolMachine(RuleBasedStateMachine):
+class AbstractMachine(StateMachineMeta, ABCMeta):
+    """Of machines that have abstract methods."""
+
+
+class PoolMachine(RuleBasedStateMachine, metaclass=AbstractMachine):
     """A pool beside the plain set of free units; subclasses say which pool and what it may refuse."""
 
     leases = Bundle("leases")
@@ -30,8 +35,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.peak = 0
         self.returned: list[Lease] = []
 
+    @abstractmethod
     def fits(self, count: int) -> bool:
-        raise NotImplementedError
+        """Whether the pool can give a lease of ``count`` now."""
 
     @rule(target=leases, count=st.integers(0, TOTAL + 2))
     def reserve(self, count: int) -> Lease | None:
@@ -50,8 +56,9 @@ class PoolMachine(RuleBasedStateMachine):
         self.peak = max(self.peak, TOTAL - len(self.free))
         return lease
 
+    @abstractmethod
     def check_shape(self, lease: Lease) -> None:
-        raise NotImplementedError
+        """Assert what the pool says of where a lease lies."""
 
     @rule(lease=consumes(leases))
     def release(self, lease: Lease | None) -> None:

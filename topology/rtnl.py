@@ -10,6 +10,7 @@ is encoded once, for whichever device, and decoded once; the rest are copies wit
 from __future__ import annotations
 
 import socket
+from abc import ABCMeta, abstractmethod
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, ClassVar, Self
@@ -57,7 +58,11 @@ _FR_ACT_TO_TBL = 1
 _FIB_RULE_INVERT = 0x2
 
 
-class KernelObject(msgspec.Struct, frozen=True):
+class _AbstractStruct(msgspec.StructMeta, ABCMeta):
+    """Of structs that have abstract methods."""
+
+
+class KernelObject(msgspec.Struct, frozen=True, metaclass=_AbstractStruct):
     """What all kinds have in common. ``KIND`` as in RTM_GET<KIND>; ``FAMILY`` of addresses, where it matters.
 
     The first ``KEY`` fields say which object it is, the others what it is like; ``LABEL`` makes a name of them.
@@ -90,14 +95,14 @@ class KernelObject(msgspec.Struct, frozen=True):
         """What a message says, or None when it is of no kind that we make."""
         return cls.decode(read(raw))
 
+    @abstractmethod
     def encode(self) -> bytes:
-        """The message of ``request``. Each kind has its own."""
-        raise NotImplementedError
+        """The message of ``request``."""
 
     @classmethod
+    @abstractmethod
     def decode(cls, found: Any) -> Self | None:
-        """``of_message`` for a message that has been read. Each kind has its own."""
-        raise NotImplementedError
+        """``of_message`` for a message that has been read."""
 
 
 class OnDevice(KernelObject, frozen=True):
