@@ -65,7 +65,9 @@ def _nothing_to_gain(folder: Path) -> Iterator[Figure]:
             yield Figure(f"{regime}, {system}: JCT, median", jct[system], "s")
         yield Figure(f"{regime}: dualpath to basic", jct["dualpath"] / jct["basic"], "x", high=SLOWER)
         if "mooncake" in jct:
-            yield Figure(f"{regime}: mooncake to dualpath", jct["mooncake"] / jct["dualpath"], "x")
+            # Without bounds: here a pool may win.
+            for other in ("basic", "dualpath"):
+                yield Figure(f"{regime}: mooncake to {other}", jct["mooncake"] / jct[other], "x")
             yield Figure(f"{regime}: hits from the pool", median(found["mooncake"], "pool_hit_ratio"), "")
 
 
