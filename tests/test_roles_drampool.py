@@ -20,6 +20,7 @@ from emulator.fabric.interface import Region, Transfer
 from emulator.kvcache import BlockId
 from emulator.plan import emulated_rates
 from emulator.records import CacheRecord, RunRecords
+from emulator.roles.blockio import Wanted
 from emulator.roles.drampool import POOL_READ, DramPool, PoolMaster, PoolRead, PoolReader, PoolWriter
 from emulator.roles.messages import PUT, Pooled, Put
 from emulator.roles.storage import StorageNode
@@ -172,7 +173,7 @@ def test_a_hit_is_put_together_from_everywhere() -> None:
             await cluster.keep("pe1", 35, 15)
             await cluster.keep("pe0", 60, 20)
             reader, buffer = cluster.reader("pe0"), cluster.buffers["pe0"]
-            pooled = await reader.read(CHAIN, 0, "buffer", 7 * SIZE, Transfer.PE_READ, sequence=0)
+            pooled = await reader.read(Wanted(CHAIN, 0, "buffer", 7 * SIZE, Transfer.PE_READ), sequence=0)
             assert cluster.holds(buffer, 7 * SIZE)
             assert pooled == Pooled(60, 20)
             received = {
@@ -183,9 +184,8 @@ def test_a_hit_is_put_together_from_everywhere() -> None:
             assert {transfer for transfer, _ in received} == {"PE_READ"}
             assert sum(received.values()) == 40
             again = cluster.buffers["pe1"]
-            assert await cluster.reader("pe1").read(CHAIN, 0, "buffer", 0, Transfer.PE_READ, sequence=0) == Pooled(
-                100, 10
-            )
+            wanted = Wanted(CHAIN, 0, "buffer", 0, Transfer.PE_READ)
+            assert await cluster.reader("pe1").read(wanted, sequence=0) == Pooled(100, 10)
             assert cluster.holds(again, 0)
             record = cluster.master.record()
             assert (record.used, record.pending, record.leases) == (100, 0, 0)
@@ -202,7 +202,7 @@ def test_pool_reads_use_every_cnic_and_no_snic() -> None:
             cluster = _Cluster(network)
             await cluster.keep("de0", 0, 90)
             reader = cluster.reader("pe0")
-            await reader.read(CHAIN[:90], 0, "buffer", 0, Transfer.PE_READ, sequence=0)
+            await reader.read(Wanted(CHAIN[:90], 0, "buffer", 0, Transfer.PE_READ), sequence=0)
             for node, direction in (("de0", "read"), ("pe0", "write")):
                 ports = [p for p in cluster.fabrics[node].ports() if p.payload_bytes]
                 assert {(p.nic, p.direction, p.payload_bytes) for p in ports} == {
@@ -226,7 +226,7 @@ def test_what_is_persisted_is_stored_and_kept() -> None:
             await writer.write(CHAIN, 0, source, 0)
             source.memory[:] = 0
             assert cluster.master.record().inserted == 100
-            pooled = await cluster.reader("de0").read(CHAIN, 0, "buffer", 0, Transfer.DE_READ, sequence=0)
+            pooled = await cluster.reader("de0").read(Wanted(CHAIN, 0, "buffer", 0, Transfer.DE_READ), sequence=0)
             assert pooled == Pooled(100, 95)
             assert cluster.holds(source, 0)
             sent = sum(row.payload_bytes for row in cluster.fabrics["de0"].sent() if row.transfer == "PERSIST")
@@ -245,7 +245,7 @@ def test_a_failed_read_leaves_its_memory_alone() -> None:
             await cluster.keep("de0", 0, 99)
             reader, buffer = cluster.reader("pe0"), cluster.buffers["pe0"]
             with pytest.raises(StoreError):
-                await reader.read(CHAIN, 0, "buffer", 0, Transfer.PE_READ, sequence=0)
+                await reader.read(Wanted(CHAIN, 0, "buffer", 0, Transfer.PE_READ), sequence=0)
             assert sum(row.payload_bytes for row in cluster.fabrics["pe0"].received()) == 99 * SIZE
             buffer.memory[:] = 0
             await trio.sleep(100)
@@ -266,6 +266,6 @@ def test_reads_that_do_not_add_up_are_violations(slots: tuple[int, ...], offsets
                 await cluster.fabrics["pe0"].call("de0", POOL_READ, PoolRead(slots, "pe0", "buffer", offsets))
             assert cluster.fabrics["de0"].sent() == ()
             with pytest.raises(ProtocolViolation, match="a read into other"):
-                await cluster.reader("pe0").read(CHAIN, 0, "other", 0, Transfer.PE_READ, sequence=0)
+                await cluster.reader("pe0").read(Wanted(CHAIN, 0, "other", 0, Transfer.PE_READ), sequence=0)
 
     run_virtual(main)

@@ -14,7 +14,7 @@ from emulator.fabric.fluid import FluidNetwork, open_fluid
 from emulator.fabric.interface import Transfer
 from emulator.kvcache import BlockId
 from emulator.plan import emulated_rates
-from emulator.roles.blockio import LANDING_BLOCKS, StorageReader, StorageWriter
+from emulator.roles.blockio import LANDING_BLOCKS, StorageReader, StorageWriter, Wanted
 from emulator.roles.messages import COMMIT, PUT, READ, Commit, Put, Read
 from emulator.roles.storage import StorageNode
 from emulator.store import MemoryStore
@@ -49,9 +49,8 @@ def test_what_is_written_is_read() -> None:
             writer = StorageWriter(DEPLOYMENT, de)
             await writer.write(_ids(count), 0, source, 0)
             target = pe.register("pe_buffer", (count + 2) * SIZE)
-            await StorageReader(DEPLOYMENT, pe).read(
-                _ids(count), 0, "pe_buffer", SIZE, Transfer.PE_READ, sequence=0
-            )
+            wanted = Wanted(_ids(count), 0, "pe_buffer", SIZE, Transfer.PE_READ)
+            await StorageReader(DEPLOYMENT, pe).read(wanted, sequence=0)
             assert np.array_equal(target.memory[SIZE : (count + 1) * SIZE], source.memory)
             assert not target.memory[:SIZE].any()
             assert all(pool.free == pool.total for pool in writer.pools)
@@ -73,7 +72,7 @@ def test_a_block_that_was_never_committed_is_an_error_at_the_reader() -> None:
             pe.register("pe_buffer", 4 * SIZE)
             reader = StorageReader(DEPLOYMENT, pe)
             with pytest.raises(StoreError):
-                await reader.read(_ids(2), 0, "pe_buffer", 0, Transfer.PE_READ, sequence=0)
+                await reader.read(Wanted(_ids(2), 0, "pe_buffer", 0, Transfer.PE_READ), sequence=0)
             assert pe.received() == ()
 
     run_virtual(main)
@@ -93,7 +92,8 @@ def test_a_failed_read_leaves_its_memory_alone() -> None:
             await pe.call(first, PUT, Put(join_ids(ids[:stripe]), b"x" * stripe * SIZE))
             buffer = pe.register("pe_buffer", 2 * stripe * SIZE)
             with pytest.raises(StoreError):
-                await StorageReader(DEPLOYMENT, pe).read(ids, 0, "pe_buffer", 0, Transfer.PE_READ, sequence=0)
+                wanted = Wanted(ids, 0, "pe_buffer", 0, Transfer.PE_READ)
+                await StorageReader(DEPLOYMENT, pe).read(wanted, sequence=0)
             assert sum(row.payload_bytes for row in pe.received()) == stripe * SIZE
             buffer.memory[:] = 0
             await trio.sleep(100)
@@ -116,7 +116,8 @@ def test_the_longest_messages_there_are_fit_what_a_storage_node_holds() -> None:
             for at in range(count):
                 await pe.call(node, PUT, Put(join_ids(_ids(count)[at : at + 1]), b"x" * SIZE))
             pe.register("pe_buffer", count * SIZE)
-            await StorageReader(deployment, pe).read(_ids(count), 0, "pe_buffer", 0, Transfer.PE_READ, sequence=0)
+            wanted = Wanted(_ids(count), 0, "pe_buffer", 0, Transfer.PE_READ)
+            await StorageReader(deployment, pe).read(wanted, sequence=0)
             (received,) = pe.received()
             assert (received.payload_bytes, received.messages) == (count * SIZE, 3)
 

@@ -5,11 +5,12 @@ Roles decide when; here is decided which storage node is asked for what, in how 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
 
+import msgspec
 import trio
 
 from ..config import READ_BLOCKS
@@ -29,6 +30,7 @@ __all__ = [
     "Reader",
     "StorageReader",
     "StorageWriter",
+    "Wanted",
     "landing_region",
 ]
 
@@ -44,25 +46,29 @@ def landing_region(de_node: str) -> str:
     return f"landing/{de_node}"
 
 
-class Reader(Protocol):
+class Wanted(msgspec.Struct, frozen=True):
+    """Blocks to be brought into a DRAM buffer: ``ids``, end to end in ``region`` from byte ``base`` on.
+
+    The first of them is block ``first`` of its chain, which says where all are kept. ``transfer``: what their
+    bytes count as.
+    """
+
+    ids: Sequence[BlockId]
+    first: int
+    region: str
+    base: int
+    transfer: Transfer
+
+
+class Reader(ABC):
     """What brings a hit into a node's DRAM buffer."""
 
-    async def read(
-        self,
-        ids: Sequence[BlockId],
-        first: int,
-        region: str,
-        base: int,
-        transfer: Transfer,
-        *,
-        sequence: int,
-        withdrawal: Withdrawal | None = None,
-    ) -> Pooled:
-        """Put blocks ``ids`` end to end into ``region`` from byte ``base``; the first is ``first`` of its chain.
+    @abstractmethod
+    async def read(self, wanted: Wanted, *, sequence: int, withdrawal: Withdrawal | None = None) -> Pooled:
+        """Bring all that is ``wanted``, in the turn of ``sequence``; what of it came from a DRAM pool.
 
-        Says what of it came from a DRAM pool. Raises what failed first, once nobody writes into ``region`` any
-        more: the caller may then give the memory to somebody else. Withdrawn where ``withdrawal`` is asked before
-        the read begins.
+        Raises what failed first, once nobody writes into the region any more: the caller may then give the memory
+        to somebody else. Withdrawn where ``withdrawal`` is asked before the read begins.
         """
 
 
@@ -79,19 +85,9 @@ class StorageReader(Reader):
         slots = PagePool(f"{fabric.node}.reads", READS_IN_FLIGHT)
         self._slots = LeaseQueue(slots)
 
-    async def read(
-        self,
-        ids: Sequence[BlockId],
-        first: int,
-        region: str,
-        base: int,
-        transfer: Transfer,
-        *,
-        sequence: int,
-        withdrawal: Withdrawal | None = None,
-    ) -> Pooled:
+    async def read(self, wanted: Wanted, *, sequence: int, withdrawal: Withdrawal | None = None) -> Pooled:
         async with self.turn(sequence, withdrawal):
-            await self.fetch(ids, first, region, base, transfer, [(0, len(ids))])
+            await self.fetch(wanted, [(0, len(wanted.ids))])
         return Pooled()
 
     @asynccontextmanager
@@ -106,35 +102,26 @@ class StorageReader(Reader):
         finally:
             self._slots.release(slot)
 
-    async def fetch(
-        self,
-        ids: Sequence[BlockId],
-        begin: int,
-        region: str,
-        base: int,
-        transfer: Transfer,
-        parts: Sequence[Run],
-    ) -> None:
-        """Like ``read``, in a turn of the caller's, of ``ids`` only the ``parts`` (first, count)."""
+    async def fetch(self, wanted: Wanted, parts: Sequence[Run]) -> None:
+        """Like ``read``, in a turn of the caller's, of what is ``wanted`` only the ``parts`` (first, count)."""
         size = self._deployment.layout.full_block_bytes
         message = self._deployment.config.engine.read_message_blocks
         destination = self._deployment.reader_endpoint(self._fabric.node)
+        transfer = Transfer.FREE if destination.nic == "free" else wanted.transfer
         runs: dict[str, list[Run]] = defaultdict(list)
-        if destination.nic == "free":
-            transfer = Transfer.FREE
         for part, length in parts:
-            for node, stripe, count in self._deployment.stripes(begin + part, length):
-                first, end = stripe - begin, stripe - begin + count
+            for node, stripe, count in self._deployment.stripes(wanted.first + part, length):
+                first, end = stripe - wanted.first, stripe - wanted.first + count
                 runs[node] += [(at, min(message, end - at)) for at in range(first, end, message)]
         failures: list[EmulatorError] = []
         async with trio.open_nursery() as nursery:
             for node in sorted(runs):
                 reads = [
                     Read(
-                        join_ids([block for first, count in part for block in ids[first : first + count]]),
+                        join_ids([block for first, count in part for block in wanted.ids[first : first + count]]),
                         destination,
-                        region,
-                        tuple((base + first * size, count) for first, count in part),
+                        wanted.region,
+                        tuple((wanted.base + first * size, count) for first, count in part),
                         transfer,
                     )
                     for part in _at_most(runs[node], READ_BLOCKS)

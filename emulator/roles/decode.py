@@ -18,7 +18,7 @@ from ..fabric.interface import Fabric, Transfer
 from ..models.backend import Backend
 from ..pool import BufferPool
 from ..records import PoolRecord
-from .blockio import Reader, StorageReader, StorageWriter
+from .blockio import Reader, StorageReader, StorageWriter, Wanted
 from .decode_engine import DecodeEngine, DecodeRequest, DecodeSequence
 from .decode_steps import DecodeGroup
 from .drampool import DramPool, PoolReader, PoolWriter
@@ -207,15 +207,8 @@ class DecodeNode:
         """Read what of the hit is this side's; what of it a pool gave, and when it is in the buffer."""
         pooled = Pooled()
         if request.de_blocks:
-            pooled = await self._reader.read(
-                request.de_ids,
-                0,
-                DE_BUFFER,
-                request.buffer_base,
-                Transfer.DE_READ,
-                sequence=order,
-                withdrawal=request.withdrawal,
-            )
+            wanted = Wanted(request.de_ids, 0, DE_BUFFER, request.buffer_base, Transfer.DE_READ)
+            pooled = await self._reader.read(wanted, sequence=order, withdrawal=request.withdrawal)
         return pooled, self._fabric.now()
 
     async def _read_beside(

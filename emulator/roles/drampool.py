@@ -29,7 +29,7 @@ from ..fabric.interface import Endpoint, Fabric, Method, Region, Segment, Target
 from ..kvcache import BlockId
 from ..pool import Run
 from ..records import CacheRecord
-from .blockio import Reader, StorageReader, StorageWriter
+from .blockio import Reader, StorageReader, StorageWriter, Wanted
 from .messages import Ack, Pooled
 from .withdrawal import Withdrawal
 
@@ -201,27 +201,17 @@ class PoolReader(Reader):
         self._buffer = buffer
         self._storage = StorageReader(deployment, fabric)
 
-    async def read(
-        self,
-        ids: Sequence[BlockId],
-        first: int,
-        region: str,
-        base: int,
-        transfer: Transfer,
-        *,
-        sequence: int,
-        withdrawal: Withdrawal | None = None,
-    ) -> Pooled:
-        """Like ``StorageReader.read``; says what came from the pool. ``region`` is the buffer's."""
-        if region != self._buffer.name:
+    async def read(self, wanted: Wanted, *, sequence: int, withdrawal: Withdrawal | None = None) -> Pooled:
+        """Like ``StorageReader.read``; says what came from the pool. ProtocolViolation for another region."""
+        if wanted.region != self._buffer.name:
             raise ProtocolViolation(
-                f"{self._fabric.node}: a read into {region} by the reader of {self._buffer.name}"
+                f"{self._fabric.node}: a read into {wanted.region} by the reader of {self._buffer.name}"
             )
         async with self._storage.turn(sequence, withdrawal):
-            return await self._read(ids, first, base, transfer)
+            return await self._read(wanted)
 
-    async def _read(self, ids: Sequence[BlockId], first: int, base: int, transfer: Transfer) -> Pooled:
-        size, node = self._deployment.layout.full_block_bytes, self._fabric.node
+    async def _read(self, wanted: Wanted) -> Pooled:
+        size, node, ids = self._deployment.layout.full_block_bytes, self._fabric.node, wanted.ids
         found = await self._fabric.call(self._deployment.scheduler, LOOKUP, PoolLookup(join_ids(ids)))
         moves: dict[str, list[Move]] = defaultdict(list)
         missing: list[int] = []
@@ -229,15 +219,14 @@ class PoolReader(Reader):
             if place is None:
                 missing.append(index)
             else:
-                moves[place.node].append((place.slot, base + index * size))
+                moves[place.node].append((place.slot, wanted.base + index * size))
         own = moves.pop(node, [])
         reads: list[Job] = [partial(self._read_from, *of_node) for of_node in moves.items()]
         if missing:
-            runs = list(_runs(missing))
-            reads.append(partial(self._storage.fetch, ids, first, self._buffer.name, base, transfer, runs))
+            reads.append(partial(self._storage.fetch, wanted, list(_runs(missing))))
         await _all([partial(self._pool.take, own, self._buffer), *reads])
         if missing:
-            offsets = [base + index * size for index in missing]
+            offsets = [wanted.base + index * size for index in missing]
             await self._pool.keep([ids[index] for index in missing], self._buffer, offsets)
         await self._fabric.call(self._deployment.scheduler, RELEASE, PoolRelease(found.lease))
         return Pooled(len(ids) - len(missing), len(own))

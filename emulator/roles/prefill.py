@@ -17,7 +17,7 @@ from ..fabric.interface import Fabric, Transfer
 from ..models.backend import Backend
 from ..pool import BufferPool
 from ..records import BatchRecord, PoolRecord
-from .blockio import Reader, StorageReader
+from .blockio import Reader, StorageReader, Wanted
 from .drampool import DramPool, PoolReader
 from .leader import Leader, Reports
 from .leases import LeaseQueue
@@ -135,15 +135,8 @@ class PrefillNode:
             lease = await self._buffer.reserve(len(ids) * self._deployment.layout.full_block_bytes, sequence)
         try:
             allocated_s = self._fabric.now()
-            pooled = await self._reader.read(
-                ids,
-                decision.de_blocks,
-                PE_BUFFER,
-                lease.offset,
-                Transfer.PE_READ,
-                sequence=sequence,
-                withdrawal=withdrawal,
-            )
+            wanted = Wanted(ids, decision.de_blocks, PE_BUFFER, lease.offset, Transfer.PE_READ)
+            pooled = await self._reader.read(wanted, sequence=sequence, withdrawal=withdrawal)
             reports.over("read_pe")
             if decision.path == "split":
                 with withdrawal.until_asked(f"waiting for what {decision.de} reads of its hit"):
