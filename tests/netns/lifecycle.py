@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from emulator.hosts.state import ProcessId
+import pytest
 
-__all__ = ["Host", "host_links"]
+from emulator.hosts.state import ProcessId
+from emulator.workload import Workload
+from tests.clusters import conversation
+
+__all__ = ["LONG", "Host", "host_links", "open_host", "sending"]
+
+LONG = Workload((conversation("long", *[(64, 20)] * 60),))
+"""What takes so long that there is a middle of it."""
 
 EMULATE = "from emulator.cli import main; main(prog_name='emulate')"
 
@@ -111,3 +121,33 @@ class Host:
     def clusters(self) -> list[str]:
         """Names of what is in the state directory."""
         return sorted(os.listdir(self.root)) if self.root.exists() else []
+
+    def pid(self, cluster: str, node: str) -> int:
+        """The process of a node."""
+        found: int = self.cluster(cluster)["nodes"][node]
+        return found
+
+
+@contextmanager
+def open_host(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """``root`` as the state directory of this process, too; asserts that nothing is left behind."""
+    found = Host(root)
+    monkeypatch.setenv("EMULATE_STATE_DIR", str(root))
+    own = ProcessId.of(os.getpid())
+    try:
+        yield found
+        assert not found.gone(found.processes() - {own}, 3.0)
+        assert found.clusters() == []
+    finally:
+        for process in found.processes() - {own}:
+            process.send(signal.SIGKILL)
+
+
+def sending(pid: int, signum: signal.Signals) -> Callable[[int, int], None]:
+    """What to call on a replay's progress to have a process get a signal once the first request is done."""
+
+    def on_progress(done: int, total: int) -> None:
+        if done == 1:
+            os.kill(pid, signum)
+
+    return on_progress

@@ -26,29 +26,20 @@ from emulator.workload import Workload
 from tests.clusters import conversation
 from topology.spec import ClusterSpec
 
-from .lifecycle import Host
+from .lifecycle import LONG, Host, open_host, sending
 
 pytestmark = pytest.mark.root
 
 SPEC = ClusterSpec(name="small", pe_nodes=1, de_nodes=1, gpus_per_node=1)
 LOAD = Workload((conversation("a", (700, 3), (100, 2)), conversation("b", (300, 2), (64, 1))))
-LONG = Workload((conversation("long", *[(64, 20)] * 60),))
 SCALE = ScaleConfig(kv_bytes=1, dilation=1.0)
 
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    """A state directory of the test's own, for this process too."""
-    found = Host(tmp_path / "state")
-    monkeypatch.setenv("EMULATE_STATE_DIR", str(found.root))
-    own = ProcessId.of(os.getpid())
-    try:
+    """A state directory of the test's own, in which nothing is left behind."""
+    with open_host(tmp_path / "state", monkeypatch) as found:
         yield found
-        assert not found.gone(found.processes() - {own}, 3.0)
-        assert found.clusters() == []
-    finally:
-        for process in found.processes() - {own}:
-            process.send(signal.SIGKILL)
 
 
 def _check(live: LiveRun) -> None:
@@ -126,14 +117,10 @@ async def test_a_dead_node_fails_the_run_and_ends_the_cluster(host: Host) -> Non
     """SIGKILL of a node in the middle: an error that names it, no hang, nothing left."""
     with trio.fail_after(60):
         async with open_cluster(SPEC, scale=SCALE) as cluster:
-            node = host.cluster(cluster.name)["nodes"]["de0"]
-
-            def kill(done: int, total: int) -> None:
-                if done == 1:
-                    os.kill(node, signal.SIGKILL)
+            node = host.pid(cluster.name, "de0")
 
             with pytest.raises(EmulatorError, match=r"de0.*SIGKILL"):
-                await cluster.replay(LONG, ReplayConfig(agents=1), on_progress=kill)
+                await cluster.replay(LONG, ReplayConfig(agents=1), on_progress=sending(node, signal.SIGKILL))
 
 
 def test_run_compares_the_paths_and_cleans_up(host: Host, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from topology.namespaces import netns_fd_of_pid
 from topology.netlink import CHANGE, Request, RouteSocket
 from topology.spec import ClusterSpec
 
-from .lifecycle import Host
+from .lifecycle import Host, open_host
 
 pytestmark = pytest.mark.root
 
@@ -36,11 +36,9 @@ REPLAY = ReplayConfig(agents=2)
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    """A state directory of the test's own."""
-    found = Host(tmp_path / "state")
-    monkeypatch.setenv("EMULATE_STATE_DIR", str(found.root))
-    yield found
-    assert found.clusters() == []
+    """A state directory of the test's own, in which nothing is left behind."""
+    with open_host(tmp_path / "state", monkeypatch) as found:
+        yield found
 
 
 def _judged(cluster: Cluster, live: LiveRun) -> Verdict:
@@ -57,7 +55,7 @@ def _judged(cluster: Cluster, live: LiveRun) -> Verdict:
 async def test_a_node_kept_from_its_cpu_makes_the_run_invalid(host: Host) -> None:
     """Stopped for 60 of every 120 ms, the PE's timers are late: named, with a dilation that would do."""
     async with open_cluster(SPEC, scale=ScaleConfig(dilation=2.0)) as cluster, trio.open_nursery() as nursery:
-        pid = host.cluster(cluster.name)["nodes"]["pe0"]
+        pid = host.pid(cluster.name, "pe0")
 
         async def starve() -> None:
             try:
@@ -82,7 +80,7 @@ async def test_a_node_kept_from_its_cpu_makes_the_run_invalid(host: Host) -> Non
 async def test_a_port_at_the_wrong_rate_makes_the_run_invalid(host: Host) -> None:
     """A storage NIC at half rate behind the cluster's back while a run is on: link and rate are named."""
     async with open_cluster(SPEC, scale=ScaleConfig(dilation=2.0)) as cluster:
-        pid = host.cluster(cluster.name)["nodes"]["pe0"]
+        pid = host.pid(cluster.name, "pe0")
         slowed = False
 
         def slow_down(done: int, total: int) -> None:

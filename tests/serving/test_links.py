@@ -18,13 +18,12 @@ from emulator.cluster import Cluster, open_cluster
 from emulator.config import EngineConfig, ModelConfig, ReplayConfig, ScaleConfig
 from emulator.errors import EmulatorError
 from emulator.hosts.control import LiveRun
-from emulator.hosts.state import ProcessId
 from emulator.records import RunRecords
 from emulator.report import setup_of
 from emulator.sim import simulate
 from emulator.workload import Workload
 from tests.clusters import conversation, expected_tokens
-from tests.netns.lifecycle import Host
+from tests.netns.lifecycle import LONG, Host, open_host, sending
 from topology.spec import ClusterSpec
 
 from .sizes import gigabytes
@@ -35,22 +34,13 @@ SPEC = ClusterSpec(name="small", pe_nodes=1, de_nodes=1, gpus_per_node=1)
 SCALE = ScaleConfig(kv_bytes=16, dilation=1.0)
 TOY = ModelConfig(name="toy")
 BLOCK = 64
-LONG = Workload((conversation("long", *[(64, 20)] * 60),))
 
 
 @pytest.fixture
 def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     """A state directory of the test's own, in which nothing is left behind."""
-    found = Host(tmp_path / "state")
-    monkeypatch.setenv("EMULATE_STATE_DIR", str(found.root))
-    own = ProcessId.of(os.getpid())
-    try:
+    with open_host(tmp_path / "state", monkeypatch) as found:
         yield found
-        assert not found.gone(found.processes() - {own}, 3.0)
-        assert found.clusters() == []
-    finally:
-        for process in found.processes() - {own}:
-            process.send(signal.SIGKILL)
 
 
 def _faults(cluster: Cluster, replay: ReplayConfig, load: Workload, live: LiveRun) -> list[str]:
@@ -126,14 +116,10 @@ async def test_a_killed_process_ends_the_run_with_its_name(host: Host) -> None:
 
     async def kill(node: str) -> None:
         async with open_cluster(SPEC, model=TOY, scale=SCALE) as cluster:
-            pid = host.cluster(cluster.name)["nodes"][node]
-
-            def at_first(done: int, total: int) -> None:
-                if done == 1:
-                    os.kill(pid, signal.SIGKILL)
+            pid = host.pid(cluster.name, node)
 
             with pytest.raises(EmulatorError, match=rf"{node}.*SIGKILL") as caught:
-                await cluster.replay(LONG, ReplayConfig(agents=1), on_progress=at_first)
+                await cluster.replay(LONG, ReplayConfig(agents=1), on_progress=sending(pid, signal.SIGKILL))
             assert "\n" not in caught.value.text
 
     with trio.fail_after(60):
@@ -150,16 +136,12 @@ async def test_a_stopped_process_ends_the_run_with_its_name(host: Host) -> None:
 
     async def stop(node: str, *, before: bool) -> None:
         async with open_cluster(SPEC, engine=EngineConfig(stall_s=4.0), model=TOY, scale=SCALE) as cluster:
-            pid = host.cluster(cluster.name)["nodes"][node]
-
-            def at_first(done: int, total: int) -> None:
-                if done == 1:
-                    os.kill(pid, signal.SIGSTOP)
+            pid = host.pid(cluster.name, node)
 
             if before:
                 os.kill(pid, signal.SIGSTOP)
             with pytest.raises(EmulatorError, match=rf"{node}: no answer for \d+ s \(.*stall_s\)"):
-                await cluster.replay(LONG, ReplayConfig(agents=1), on_progress=at_first)
+                await cluster.replay(LONG, ReplayConfig(agents=1), on_progress=sending(pid, signal.SIGSTOP))
 
     with trio.fail_after(90):
         async with trio.open_nursery() as nursery:
