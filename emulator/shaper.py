@@ -18,19 +18,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import TypeVar
 
 import msgspec
 import trio
 
+from .fabric.forwarding import ForwardingFabric, ForwardingStream
 from .fabric.interface import (
     Endpoint,
     Exchanged,
     Fabric,
-    Marks,
-    Method,
     Region,
     Ring,
     Segment,
@@ -38,12 +36,8 @@ from .fabric.interface import (
     VirtualLane,
     WriteStream,
 )
-from .records import ExchangeRecord, PortBytes, TransferBytes
 
 __all__ = ["Budget", "Pace", "PacedFabric", "open_paced"]
-
-Q = TypeVar("Q", bound=msgspec.Struct)
-A = TypeVar("A", bound=msgspec.Struct)
 
 
 class Pace(msgspec.Struct, frozen=True):
@@ -159,13 +153,13 @@ class _Queue:
         self._turns = deque(turn for turn in self._turns if turn.stream is not stream)
 
 
-class _Paced(WriteStream):
+class _Paced(ForwardingStream):
     """A stream whose segments, once released, wait for their turn and for budget."""
 
     def __init__(
         self, stream: WriteStream, segments: Sequence[Segment], queue: _Queue, now: Callable[[], float]
     ) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._sizes = [segment.size_bytes for segment in segments]
         self._queue = queue
         self._now = now
@@ -184,30 +178,19 @@ class _Paced(WriteStream):
 
     def go(self, upto: int, due_s: float) -> None:
         """It is the turn of the first ``upto`` segments."""
-        self._stream.release(upto, after_s=max(0.0, due_s - self._now()))
-
-    @property
-    def placed(self) -> int:
-        return self._stream.placed
-
-    def placed_s(self, upto: int) -> float:
-        return self._stream.placed_s(upto)
-
-    async def wait_placed(self, upto: int) -> None:
-        await self._stream.wait_placed(upto)
+        self._inner.release(upto, after_s=max(0.0, due_s - self._now()))
 
     async def aclose(self) -> None:
         self._closed = True
         self._queue.drop(self)
-        await self._stream.aclose()
+        await super().aclose()
 
 
-class PacedFabric(Fabric):
+class PacedFabric(ForwardingFabric):
     """``inner`` with KV out of its CNICs paced. ``run`` must be running in a task; see ``open_paced``."""
 
     def __init__(self, inner: Fabric, pace: Pace) -> None:
-        self.node = inner.node
-        self._inner = inner
+        super().__init__(inner)
         self._queues = {
             nic: _Queue(Budget(rate, pace.share, pace.tick_s, inner.now()), inner.now, self._wait)
             for nic, rate in pace.rates.items()
@@ -233,7 +216,7 @@ class PacedFabric(Fabric):
     def open_stream(
         self, target: Target, local: Region, segments: Sequence[Segment], *, tag: str = ""
     ) -> WriteStream:
-        stream = self._inner.open_stream(target, local, segments, tag=tag)
+        stream = super().open_stream(target, local, segments, tag=tag)
         queue = self._queue(target)
         return stream if queue is None else _Paced(stream, segments, queue, self.now)
 
@@ -241,7 +224,7 @@ class PacedFabric(Fabric):
         self, target: Target, local: Region, segment: Segment, *, tag: str = "", after_s: float = 0.0
     ) -> None:
         if self._queue(target) is None:
-            await self._inner.write(target, local, segment, tag=tag, after_s=after_s)
+            await super().write(target, local, segment, tag=tag, after_s=after_s)
             return
         await trio.lowlevel.checkpoint_if_cancelled()
         async with self.open_stream(target, local, (segment,), tag=tag) as stream:
@@ -258,7 +241,7 @@ class PacedFabric(Fabric):
         lane: VirtualLane = VirtualLane.MODEL,
     ) -> Exchanged:
         with self._exchanging(ring, payload, ready_s):
-            return await self._inner.collective(ring, payload, ready_s=ready_s, amount=amount, lane=lane)
+            return await super().collective(ring, payload, ready_s=ready_s, amount=amount, lane=lane)
 
     @contextmanager
     def _exchanging(self, ring: Ring, payload: Mapping[Endpoint, int], ready_s: float) -> Iterator[None]:
@@ -275,39 +258,6 @@ class PacedFabric(Fabric):
         finally:
             for budget in budgets:
                 budget.end(exchange, self.now())
-
-    def now(self) -> float:
-        return self._inner.now()
-
-    async def sleep_until(self, at_s: float) -> None:
-        await self._inner.sleep_until(at_s)
-
-    def register(self, name: str, size_bytes: int) -> Region:
-        return self._inner.register(name, size_bytes)
-
-    def marks(self, tag: str) -> Marks:
-        return self._inner.marks(tag)
-
-    def serve(self, method: Method[Q, A], handler: Callable[[Q], Awaitable[A]]) -> None:
-        self._inner.serve(method, handler)
-
-    async def call(self, node: str, method: Method[Q, A], request: Q) -> A:
-        return await self._inner.call(node, method, request)
-
-    async def wait_entered(self, ring: Ring) -> None:
-        await self._inner.wait_entered(ring)
-
-    def exchanges(self) -> tuple[ExchangeRecord, ...]:
-        return self._inner.exchanges()
-
-    def sent(self) -> tuple[TransferBytes, ...]:
-        return self._inner.sent()
-
-    def received(self) -> tuple[TransferBytes, ...]:
-        return self._inner.received()
-
-    def ports(self) -> tuple[PortBytes, ...]:
-        return self._inner.ports()
 
 
 @asynccontextmanager

@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         ),
         *("workload", "chains", "traces", "synth", "metrics", "balance", "usage", "steps", "verify"),
         *("judge", "deployment", "roles", "roles.messages", "roles.segments", "roles.decisions"),
-        *("models", "models.*", "fabric", "fabric.interface"),
+        *("models", "models.*", "fabric", "fabric.interface", "fabric.forwarding"),
         *("policy.interface", "policy.dualpath", "policy.roundrobin", "policy.builtin"),
         *("policy.split", "policy.admission", "policy.packing", "policy.placement"),
     ),

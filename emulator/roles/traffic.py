@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import msgspec
 
 from ..deployment import Deployment
+from ..fabric.forwarding import ForwardingStream
 from ..fabric.interface import Endpoint, Fabric, Region, Segment, Target, Transfer, WriteStream
 from .segments import work_requests
 
@@ -106,13 +107,13 @@ def _on(endpoint: Endpoint, nic: str) -> Endpoint:
     return msgspec.structs.replace(endpoint, nic=nic)
 
 
-class _Submitted(WriteStream):
+class _Submitted(ForwardingStream):
     """A stream whose segments begin when they have been submitted."""
 
     def __init__(
         self, stream: WriteStream, segments: Sequence[Segment], doorbell: Doorbell, fabric: Fabric
     ) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._requests = [work_requests(segment) for segment in segments]
         self._doorbell = doorbell
         self._fabric = fabric
@@ -122,18 +123,5 @@ class _Submitted(WriteStream):
         now = self._fabric.now()
         for index in range(self._released, upto):
             delay_s = self._doorbell.ring(now, self._requests[index])
-            self._stream.release(index + 1, after_s=max(after_s, delay_s))
+            super().release(index + 1, after_s=max(after_s, delay_s))
         self._released = max(self._released, upto)
-
-    @property
-    def placed(self) -> int:
-        return self._stream.placed
-
-    def placed_s(self, upto: int) -> float:
-        return self._stream.placed_s(upto)
-
-    async def wait_placed(self, upto: int) -> None:
-        await self._stream.wait_placed(upto)
-
-    async def aclose(self) -> None:
-        await self._stream.aclose()
