@@ -31,7 +31,7 @@ from .errors import EmulatorError
 from .hosts import control, subreaper
 from .hosts.processes import clear_up
 from .hosts.state import ClusterDir, state_root
-from .plan import refuse_on_links, run_config
+from .plan import run_config
 from .records import Decisions
 from .workload import Workload, encode
 
@@ -62,10 +62,8 @@ class Cluster:
     ) -> control.LiveRun:
         """Replay ``workload`` and return what every process counted. Cancelling it cancels the run.
 
-        EmulatorError with the failing node's text when a role or a node failed, or the cluster is busy;
-        ConfigError for what is modelled in virtual time only.
+        EmulatorError with the failing node's text when a role or a node failed, or the cluster is busy.
         """
-        refuse_on_links(replay)
         load = encode(workload)
         choices = b"" if decisions is None else msgspec.msgpack.encode(decisions)
         order = control.Replay(replay, len(load), len(choices))

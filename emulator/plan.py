@@ -17,16 +17,17 @@ from .config import EngineConfig, Member, ModelConfig, ReplayConfig, RunConfig, 
 from .deployment import Deployment
 from .errors import ConfigError
 from .fabric.interface import VirtualLane
+from .fabric.localbus import LocalRates
 from .shaper import Pace
 
 __all__ = [
     "cluster_spec",
     "emulated_rates",
     "lane_map",
+    "local_rates",
     "members_of",
     "model_file",
     "pace_of",
-    "refuse_on_links",
     "run_config",
 ]
 
@@ -106,6 +107,21 @@ def emulated_rates(run: RunConfig) -> dict[tuple[str, str], float]:
     }
 
 
+def local_rates(run: RunConfig, node: str) -> LocalRates:
+    """What binds inside ``node``: the DRAM of one that serves, its GPUs' PCIe links where CUDA copies use them.
+
+    A GPU's PCIe link is faster than its CNIC and carries nothing else, so that it is left out unless copies go
+    over it. Rates are payload bytes per model second, whatever the dilation.
+    """
+    (member,) = (member for member in run.members if member.name == node)
+    if member.role not in ("pe", "de"):
+        return LocalRates()
+    scale, engine = Deployment(run).scale, run.engine
+    links = member.engines if run.replay.copies == "cuda" else 0
+    pcie = scale.payload_rate(engine.pcie_gbps * 1e9 / 8)
+    return LocalRates(scale.payload_rate(engine.dram_gbps * 1e9 / 8), {f"cnic{gpu}": pcie for gpu in range(links)})
+
+
 def lane_map(replay: ReplayConfig) -> dict[VirtualLane, VirtualLane]:
     """Which lane really carries what is asked to go on another: without lanes everything shares that of KV."""
     return {} if replay.qos == "lanes" else {VirtualLane.MODEL: VirtualLane.KV}
@@ -121,12 +137,3 @@ def pace_of(run: RunConfig, node: str) -> Pace | None:
         if owner == node and nic.startswith("cnic")
     }
     return Pace(rates, cluster_spec(run).lanes.kv, run.engine.shaper_tick_s)
-
-
-def refuse_on_links(replay: ReplayConfig) -> None:
-    """ConfigError for what is modelled in virtual time alone."""
-    if replay.copies == "cuda":
-        raise ConfigError(
-            "--copy cuda: a PCIe link that copies and collectives share is modelled in virtual time only; use"
-            " `emulate sim`, or --copy cnic"
-        )

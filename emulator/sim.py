@@ -20,7 +20,7 @@ from .fabric.clock import SimulationStuck, run_virtual
 from .fabric.fluid import FluidNetwork, open_fluid
 from .fabric.interface import VirtualLane
 from .fabric.maxmin import LaneRule
-from .plan import cluster_spec, emulated_rates, lane_map, pace_of
+from .plan import cluster_spec, emulated_rates, lane_map, local_rates, pace_of
 from .records import Decisions, RunRecords
 from .roles.serving import Role, open_role
 from .shaper import open_paced
@@ -96,26 +96,19 @@ def _check_horizon(config: RunConfig, workload: Workload) -> None:
 
 
 def fluid_network(config: RunConfig) -> FluidNetwork:
-    """The cluster's network in virtual time: every NIC as shaped, every serving node's DRAM, and PCIe where it
-    binds.
+    """The cluster's network in virtual time: every NIC as shaped, and what binds inside nodes.
 
-    ``config`` is not dilated, so that an emulated rate is payload bytes per model second. A GPU's PCIe link is
-    faster than its CNIC and carries nothing else, so that it is left out unless CUDA copies go over it.
+    ``config`` is not dilated, so that an emulated rate is payload bytes per model second.
     """
-    scale, engine = Deployment(config).scale, config.engine
-    serving = [member for member in config.members if member.role in ("pe", "de")]
-    pcie = {}
-    if config.replay.copies == "cuda":
-        rate = scale.payload_rate(engine.pcie_gbps * 1e9 / 8)
-        pcie = {(member.name, f"cnic{gpu}"): rate for member in serving for gpu in range(member.engines)}
+    local = {member.name: local_rates(config, member.name) for member in config.members}
     return FluidNetwork(
         emulated_rates(config),
         nodes=[member.name for member in config.members],
         shares=lane_rules(cluster_spec(config).lanes),
-        rpc_latency_s=engine.rpc_latency_s,
+        rpc_latency_s=config.engine.rpc_latency_s,
         lane_map=lane_map(config.replay),
-        dram={member.name: scale.payload_rate(engine.dram_gbps * 1e9 / 8) for member in serving},
-        pcie=pcie,
+        dram={node: rates.dram for node, rates in local.items() if rates.dram is not None},
+        pcie={(node, nic): rate for node, rates in local.items() for nic, rate in rates.pcie.items()},
     )
 
 

@@ -179,17 +179,3 @@ def test_a_request_that_is_not_served_fails_the_run(tmp_path: Path, small: tuple
     assert done.exit_code == 1, done.output
     run = json.loads(done.stdout)["runs"][0]
     assert run["requests"]["done"] == 0 and run["ttft_s"] is None and run["tokens_equal"] is None
-
-
-@pytest.mark.parametrize("command", [("run", "1p1d"), ("replay",)])
-def test_copies_by_cuda_are_refused_on_links(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: tuple[str, ...], command: tuple[str, ...]
-) -> None:
-    """One line and exit 2 before anything is started, and no directory is made; virtual time has them."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "state"))
-    out = tmp_path / "out"
-    done = _run(*command, *small, "--copy", "cuda", "--out", str(out))
-    assert done.exit_code == 2
-    assert done.stderr.count("\n") == 1 and "--copy cuda" in done.stderr
-    assert not out.exists() and not (tmp_path / "state").exists()
-    assert _json("sim", "1p1d", *small, "--copy", "cuda")["runs"][0]["tokens_equal"] is True

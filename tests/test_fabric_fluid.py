@@ -223,6 +223,21 @@ def test_dram_is_half_duplex() -> None:
     assert run_virtual(_times, network(dram=dram), [load]) == [1.0]
 
 
+@pytest.mark.parametrize(
+    ("resource", "error"),
+    [
+        ({"dram": {"a": 0.0}}, "port a/dram: rate 0.0"),
+        ({"dram": {"nobody": 1.0}}, "no node nobody"),
+        ({"pcie": {("a", "cnic0"): float("nan")}}, "port a/pcie0: rate nan"),
+        ({"pcie": {("a", "cnic7"): 1.0}}, "PCIe link of a/cnic7: no such port"),
+    ],
+)
+def test_a_resource_is_checked_where_it_is_built(resource: dict[str, Any], error: str) -> None:
+    """A rate that is none, and a resource of something that is not there, are refused by name."""
+    with pytest.raises(ValueError, match=error):
+        FluidNetwork({("a", "cnic0"): 1.0}, nodes=NODES, rpc_latency_s=0.0, **resource)
+
+
 def test_a_copy_crosses_the_pcie_link_and_no_nic() -> None:
     """It goes beside what the NIC sends, shares the link with what goes to the GPU, and knows no lane there."""
     ports = {(node, "cnic0"): RATE for node in "abc"}

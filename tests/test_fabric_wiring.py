@@ -1,4 +1,4 @@
-"""Laws of a fluid network's resources: what a queue pair crosses, what is no resource at all."""
+"""Laws of what a queue pair crosses, on whose side, and what is no resource at all."""
 
 from __future__ import annotations
 
@@ -10,20 +10,13 @@ from emulator.errors import ProtocolViolation
 from emulator.fabric.interface import FREE_NIC, Endpoint, Side
 from emulator.fabric.wiring import Wiring, pcie_of
 
-NODES = ("pe0", "de0", "st0")
-PORTS = {
-    ("pe0", "cnic0"): 1.0,
-    ("pe0", "cnic1"): 1.0,
-    ("de0", "cnic0"): 1.0,
-    ("pe0", "snic0"): 1.0,
-    ("st0", "snic0"): 2.0,
-}
-DRAM = {"pe0": 10.0, "de0": 10.0}
-PCIE = {("pe0", "cnic0"): 1.5, ("pe0", "cnic1"): 1.5, ("de0", "cnic0"): 1.5}
+NICS = {("pe0", "cnic0"), ("pe0", "cnic1"), ("de0", "cnic0"), ("pe0", "snic0"), ("st0", "snic0")}
+DRAM = {"pe0", "de0"}
+PCIE = [("pe0", "cnic0"), ("pe0", "cnic1"), ("de0", "cnic0")]
 
 
 def built(**changed: Any) -> Wiring:
-    return Wiring(**{"nodes": NODES, "ports": PORTS, "dram": DRAM, "pcie": PCIE, **changed})
+    return Wiring(**{"nics": NICS, "dram": DRAM, "pcie": PCIE, **changed})
 
 
 def crossed(src: tuple[str, str, Side], dst: tuple[str, str, Side], wiring: Wiring | None = None) -> list[str]:
@@ -70,26 +63,33 @@ def test_what_is_crossed(src: tuple[str, str, Side], dst: tuple[str, str, Side],
     assert crossed(src, dst) == expected
 
 
-def test_dram_is_one_port_and_a_link_is_two() -> None:
-    """Reading and writing DRAM take from one rate; into a GPU and out of it from two; only NICs have lanes."""
-    wiring = built()
-    through = wiring.crossed(Endpoint("pe0", "cnic0"), Endpoint("pe0", "cnic1"))
-    assert through[0].port is through[-1].port
-    out, into = (
-        next(c.port for c in wiring.crossed(*ends) if c.nic == "pcie0")
-        for ends in (
-            (Endpoint("pe0", "cnic0", "gpu"), Endpoint("de0", "cnic0")),
-            (Endpoint("de0", "cnic0"), Endpoint("pe0", "cnic0", "gpu")),
+@pytest.mark.parametrize(
+    ("src", "dst", "sent"),
+    [
+        (Endpoint("pe0", "cnic0", "gpu"), Endpoint("de0", "cnic0"), 2),
+        (Endpoint("pe0", "cnic0"), Endpoint("pe0", "cnic0", "gpu"), 2),
+        (Endpoint("st0", "snic0"), Endpoint("pe0", "snic0"), 1),
+        (Endpoint("pe0", "pcie1"), Endpoint("pe0", "pcie1", "gpu"), 2),
+        (Endpoint("pe0", FREE_NIC), Endpoint("de0", FREE_NIC, "gpu"), 0),
+    ],
+)
+def test_a_crossing_is_of_one_side(src: Endpoint, dst: Endpoint, sent: int) -> None:
+    """The sender's come first, up to its NIC or a whole copy; a node can tell its own side without the other's."""
+    whole = built()
+    assert len(whole.sent(src, dst)) == sent
+    assert whole.crossed(src, dst) == whole.sent(src, dst) + whole.received(src, dst)
+    for end, side in ((src, "sent"), (dst, "received")):
+        alone = Wiring(
+            {nic for nic in NICS if nic[0] == end.node},
+            DRAM & {end.node},
+            [link for link in PCIE if link[0] == end.node],
         )
-    )
-    assert out is not into
-    assert (out.rate, out.laned, through[0].port.rate, through[0].port.laned) == (1.5, False, 10.0, False)
-    assert (through[1].port.rate, through[1].port.laned) == (1.0, True)
+        assert getattr(alone, side)(src, dst) == getattr(whole, side)(src, dst)
 
 
 def test_what_is_not_told_of_does_not_bind() -> None:
     """Without DRAM and PCIe a message crosses its two NICs."""
-    assert crossed(("pe0", "cnic0", "host"), ("pe0", "cnic0", "gpu"), built(dram={}, pcie={})) == [
+    assert crossed(("pe0", "cnic0", "host"), ("pe0", "cnic0", "gpu"), built(dram=(), pcie=())) == [
         "pe0/cnic0 read",
         "pe0/cnic0 write",
     ]
@@ -112,19 +112,16 @@ def test_what_is_not_there_is_refused(src: tuple[str, str, Side], dst: tuple[str
 
 
 @pytest.mark.parametrize(
-    ("changed", "error"),
+    ("pcie", "error"),
     [
-        ({"dram": {"pe0": 0.0}}, "port pe0/dram: rate 0.0"),
-        ({"dram": {"nobody": 1.0}}, "no node nobody"),
-        ({"pcie": {("pe0", "cnic0"): float("nan")}}, "port pe0/pcie0: rate nan"),
-        ({"pcie": {("pe0", "cnic7"): 1.0}}, "PCIe link of pe0/cnic7: no such port"),
-        ({"pcie": {("pe0", "cnic0"): 1.0, ("pe0", "snic0"): 1.0}}, "there is a pe0/pcie0 already"),
+        ([("pe0", "cnic7")], "PCIe link of pe0/cnic7: no such port"),
+        ([("pe0", "cnic0"), ("pe0", "snic0")], "there is a pe0/pcie0 already"),
     ],
 )
-def test_a_resource_is_checked_where_it_is_built(changed: dict[str, Any], error: str) -> None:
-    """A rate that is none, and a resource of something that is not there, are refused by name."""
+def test_a_link_is_of_a_nic_and_of_no_other(pcie: list[tuple[str, str]], error: str) -> None:
+    """A link of a NIC that is not there, and a second link of one name, are refused by name."""
     with pytest.raises(ValueError, match=error):
-        built(**changed)
+        built(pcie=pcie)
 
 
 def test_a_link_has_the_number_of_its_nic() -> None:

@@ -11,13 +11,14 @@ import pytest
 from emulator.config import EngineConfig, ModelConfig, ReplayConfig, RunConfig, ScaleConfig
 from emulator.deployment import Deployment
 from emulator.errors import ConfigError
+from emulator.fabric.localbus import LocalRates
 from emulator.plan import (
     cluster_spec,
     emulated_rates,
+    local_rates,
     members_of,
     model_file,
     pace_of,
-    refuse_on_links,
     run_config,
 )
 from tests.within import assert_within
@@ -118,9 +119,19 @@ def test_a_node_paces_its_own_cnics_in_model_time() -> None:
         assert pace_of(msgspec.structs.replace(run, replay=ReplayConfig(qos=qos)), "pe0") is None
 
 
-def test_links_refuse_what_only_virtual_time_models() -> None:
-    """CUDA's copies, by the option's name; whatever else can be asked is fine."""
-    with pytest.raises(ConfigError, match=r"--copy cuda.*emulate sim"):
-        refuse_on_links(ReplayConfig(copies="cuda"))
-    for qos in ("lanes", "off", "software"):
-        refuse_on_links(ReplayConfig(qos=qos))
+def test_what_binds_inside_a_node_is_the_same_however_dilated() -> None:
+    """DRAM of whoever serves, at its payload rate; PCIe links of all its GPUs where copies use them, else none."""
+    spec = load_topology("1p1d")
+    for replay, links in ((ReplayConfig(), 0), (ReplayConfig(copies="cuda"), 8)):
+        found = set()
+        for dilation in (1.0, 7.5):
+            run = run_config(spec, EngineConfig(), ModelConfig(), ScaleConfig(2, dilation), replay)
+            scale = Deployment(run).scale
+            for node in ("pe0", "de0"):
+                rates = local_rates(run, node)
+                assert rates.dram == scale.payload_rate(4000e9 / 8)
+                assert rates.pcie == {f"cnic{gpu}": scale.payload_rate(512e9 / 8) for gpu in range(links)}
+                found.add(rates.dram)
+            for node in ("st0", "sched", "client"):
+                assert local_rates(run, node) == LocalRates()
+        assert len(found) == 1

@@ -24,7 +24,7 @@ from ..estimate import estimate
 from ..evidence import continuing_turns, expected_tokens
 from ..hosts.isolate import invoking_user
 from ..judge import Verdict, judge, judge_virtual, kernel_ports
-from ..plan import cluster_spec, refuse_on_links
+from ..plan import cluster_spec
 from ..records import Decisions, RunRecords
 from ..report import FinishedRun, build_report, run_entry, setup_of
 from ..rundir import claim_run_dir, read_run_dir, report_as_counted, write_run_dir
@@ -100,14 +100,6 @@ class _Job:
             expected=self._expected,
             continues=continuing_turns(self.workload),
         )
-
-
-def _asked_of_links(options: dict[str, Any]) -> Asked:
-    """What a command on links is asked, if links can do it."""
-    asked = Asked(**options)
-    for replay in asked.replays():
-        refuse_on_links(replay)
-    return asked
 
 
 def _out_of(out: Path | None, replay: ReplayConfig, *, alone: bool) -> Path | None:
@@ -191,7 +183,7 @@ def replay(cluster: str | None, **options: Any) -> int:
 
     from ..cluster import connect_cluster
 
-    asked = _asked_of_links(options)
+    asked = Asked(**options)
     directory = find_cluster(cluster)
 
     async def work() -> _Job:
@@ -223,7 +215,7 @@ def run(
     from ..cluster import open_cluster
 
     base = load_run(topology, model=model, kv_bytes=kv_bytes, dilation=dilation)
-    job = _Job(_asked_of_links(options), base)
+    job = _Job(Asked(**options), base)
     job.say_estimate()
 
     async def work() -> None:

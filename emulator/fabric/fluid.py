@@ -25,7 +25,7 @@ from ..extent import Extent
 from ..records import ExchangeRecord, PortBytes, TransferBytes
 from .collective import Hop
 from .counter import Counter, Lost
-from .flow import Engine, Pipe
+from .flow import Engine, Pipe, Port
 from .fluid_collective import FluidRings
 from .fluid_pair import Bulk, End, Pair, Posted, Route, Stream, gone
 from .interface import (
@@ -43,7 +43,7 @@ from .interface import (
 )
 from .maxmin import LaneRule
 from .meter import Books
-from .wiring import Wiring
+from .wiring import DIRECTIONS, DRAM, Crossing, Wiring, pcie_of
 
 __all__ = ["LANE_RULES", "FluidFabric", "FluidNetwork", "open_fluid"]
 
@@ -92,7 +92,8 @@ class FluidNetwork:
         self._message_latency_s = message_latency_s
         self._shares = shares
         self._lane_map = lane_map
-        self._wiring = Wiring(nodes, ports, dram, pcie)
+        self._wiring = Wiring(ports, dram, pcie)
+        self._ports = _ports(nodes, ports, dram, pcie)
         self._pairs: dict[tuple[Endpoint, Endpoint, VirtualLane], Pair] = {}
         books = {node: Books(window_s) for node in nodes}
         self.rings = FluidRings(self.engine, rpc_latency_s, books, self._send)
@@ -142,7 +143,7 @@ class FluidNetwork:
         pair = self._pairs.get(key)
         if pair is None:
             crossed = self._wiring.crossed(src, dst)
-            ports = tuple(crossing.port for crossing in crossed)
+            ports = tuple(self._ports[crossing] for crossing in crossed)
             meters = tuple(self._fabrics[c.node].end.books.port(c.nic, c.direction, lane) for c in crossed)
             shared = lane if lane in self._shares else VirtualLane.CONTROL
             pipe = Pipe(self.engine, ports, int(shared), self._message_latency_s if ports else 0.0)
@@ -152,6 +153,33 @@ class FluidNetwork:
 
     def _send(self, hop: Hop, lane: VirtualLane, over: Callable[[], None]) -> None:
         Bulk(self.pair(hop.src, hop.dst, lane), hop.size_bytes, over).post()
+
+
+def _ports(
+    nodes: Sequence[str],
+    nics: Mapping[tuple[str, str], float],
+    dram: Mapping[str, float],
+    pcie: Mapping[tuple[str, str], float],
+) -> dict[Crossing, Port]:
+    """A port for each direction of a NIC and of a PCIe link, one for both of DRAM. ValueError for a bad one."""
+
+    def port(node: str, nic: str, rate: float, *, laned: bool) -> Port:
+        if not 0 < rate < math.inf:
+            raise ValueError(f"port {node}/{nic}: rate {rate}: expected a positive, finite number")
+        if node not in nodes:
+            raise ValueError(f"port {node}/{nic}: no node {node}")
+        return Port(rate, laned=laned)
+
+    found: dict[Crossing, Port] = {}
+    for direction in DIRECTIONS:
+        for (node, nic), rate in nics.items():
+            found[Crossing(node, nic, direction)] = port(node, nic, rate, laned=True)
+        for (node, nic), rate in pcie.items():
+            found[Crossing(node, pcie_of(nic), direction)] = port(node, pcie_of(nic), rate, laned=False)
+    for node, rate in dram.items():
+        both = port(node, DRAM, rate, laned=False)
+        found |= {Crossing(node, DRAM, direction): both for direction in DIRECTIONS}
+    return found
 
 
 @asynccontextmanager

@@ -64,6 +64,8 @@ class PortMeter:
     __slots__ = (
         "_busy_s",
         "_gaps",
+        "_is_kv",
+        "_is_model",
         "_messages",
         "_outstanding",
         "_payload_bytes",
@@ -77,6 +79,8 @@ class PortMeter:
         self, nic: str, direction: Direction, lane: VirtualLane, window_s: float, gaps: _Gaps | None = None
     ) -> None:
         self.key = (nic, direction, lane)
+        # Looking a lane up in its enumeration costs more than counting a message.
+        self._is_kv, self._is_model = lane is VirtualLane.KV, lane is VirtualLane.MODEL
         self._gaps = _Gaps() if gaps is None else gaps
         self._window_s = window_s
         self._windows: list[int] = []
@@ -87,7 +91,7 @@ class PortMeter:
         """A message is outstanding from now on."""
         if not self._outstanding:
             self._since_s = now_s
-            if self.key[2] is VirtualLane.MODEL:
+            if self._is_model:
                 self._gaps.close(now_s)
         self._outstanding += 1
 
@@ -96,19 +100,20 @@ class PortMeter:
         self.drop(now_s)
         self._payload_bytes += payload_bytes
         self._messages += 1
-        if self.key[2] is VirtualLane.KV:
+        if self._is_kv:
             self._gaps.place(payload_bytes)
         index = int(now_s // self._window_s)
-        if index >= len(self._windows):
-            self._windows.extend([0] * (index + 1 - len(self._windows)))
-        self._windows[index] += payload_bytes
+        windows = self._windows
+        if index >= len(windows):
+            windows.extend([0] * (index + 1 - len(windows)))
+        windows[index] += payload_bytes
 
     def drop(self, now_s: float) -> None:
         """A message is no longer outstanding and never came into place."""
         self._outstanding -= 1
         if not self._outstanding:
             self._busy_s += now_s - self._since_s
-            if self.key[2] is VirtualLane.MODEL:
+            if self._is_model:
                 self._gaps.open(now_s)
 
     def record(self, now_s: float) -> PortBytes:

@@ -5,6 +5,9 @@ time; the rest of a message that is not complete there is received in place, tog
 in one call. So nothing but the beginning of a header is ever left over, and no task holds the buffer while it
 waits. Before it waits, it says how many messages are in place: one count for all that the last call brought.
 
+Where a bus inside the node is crossed (``localbus``) a payload is taken a piece at a time, as its turn comes; what
+is not taken fills the socket, and so holds back the sender.
+
 No byte of a payload is placed before its whole header is checked against this node's regions. A violation is
 told to the sender, logged here, and ends the connection.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -26,7 +29,8 @@ from ..errors import EmulatorError, PeerLost, ProtocolViolation, error_from_code
 from ..extent import scatter
 from .counter import Counter
 from .interface import Endpoint, Marks, Region
-from .meter import Books
+from .localbus import Toll
+from .meter import Books, PortMeter
 from .sockets import close, receive_nowait, retransmits
 from .wire import (
     Header,
@@ -108,7 +112,8 @@ class Reception:
     """One accepted data connection.
 
     ``endpoints`` of ``node`` are those at whose address it came; ``address_of`` gives an endpoint's address, so
-    that a hello can be held against where the connection comes from.
+    that a hello can be held against where the connection comes from. ``costs`` says what a queue pair crosses on
+    this side: its meters, and what it pays.
     """
 
     def __init__(
@@ -120,7 +125,9 @@ class Reception:
         regions: Mapping[str, Region],
         marks: MarkTable,
         books: Books,
+        costs: Callable[[PairHello], tuple[Sequence[PortMeter], Toll | None]],
         now: Callable[[], float],
+        sleep_until: Callable[[float], Awaitable[None]],
         buffer: ReceiveBuffer,
     ) -> None:
         self._sock = sock
@@ -131,7 +138,11 @@ class Reception:
         self._regions = regions
         self._marks = marks
         self._books = books
+        self._costs = costs
         self._now = now
+        self._sleep_until = sleep_until
+        self._toll: Toll | None = None
+        self._piece_bytes = RECEIVE_BYTES
         self._scratch = np.empty(0, dtype=np.uint8)
         self._start = self._end = 0
         self._placed = self._told = 0
@@ -178,18 +189,25 @@ class Reception:
 
     async def _serve(self, hello: PairHello) -> NoReturn:
         src, dst = hello.src.node, hello.dst.node
-        meter = self._books.port(hello.dst.nic, "write", hello.lane)
+        meters, self._toll = self._costs(hello)
+        if self._toll is not None:
+            self._piece_bytes = self._toll.piece_bytes
         while True:
             header = await self._header()
             region = self._checked(header)
-            meter.begin(self._now())
+            now = self._now()
+            for meter in meters:
+                meter.begin(now)
             try:
-                await self._place(header, region.memory)
+                await self._place(header, region.memory, now)
             except BaseException:
-                meter.drop(self._now())
+                now = self._now()
+                for meter in meters:
+                    meter.drop(now)
                 raise
-            self._placed_s = self._now()
-            meter.end(self._placed_s, header.payload_bytes)
+            self._placed_s = now = self._now()
+            for meter in meters:
+                meter.end(now, header.payload_bytes)
             self._books.count_received(header.transfer, src, dst, header.payload_bytes)
             self._placed += 1
             if header.tag:
@@ -204,14 +222,29 @@ class Reception:
         return header
 
     async def _more(self) -> None:
-        """Receive behind what is left over, which others may overwrite meanwhile."""
-        left = bytes(self._buffer.view[self._start : self._end])
+        """Receive behind what is left over."""
+        left = self._left_over()
         await self._readable()
-        buffer, held = self._buffer, len(left)
-        buffer.hold(held + 1)
-        self._start = 0
-        self._end = held + receive_nowait(self._sock, [buffer.view[held:]])
-        buffer.view[:held] = left
+        self._put_back(left)
+        free = self._buffer.view[self._end : self._end + self._piece_bytes]
+        self._end += receive_nowait(self._sock, [free])
+
+    async def _pause(self, due_s: float) -> None:
+        """Leave the rest in the socket until ``due_s``."""
+        left = self._left_over()
+        await self._tell()
+        await self._sleep_until(due_s)
+        self._put_back(left)
+
+    def _left_over(self) -> bytes:
+        """What others may overwrite while this task waits."""
+        return bytes(self._buffer.view[self._start : self._end])
+
+    def _put_back(self, left: bytes) -> None:
+        """Begin the buffer with ``left``, and have room behind it."""
+        self._buffer.hold(len(left) + 1)
+        self._start, self._end = 0, len(left)
+        self._buffer.view[: len(left)] = left
 
     def _checked(self, header: Header) -> Region:
         """The region that the header names, if all of the scatter lies in it."""
@@ -226,11 +259,17 @@ class Reception:
                 )
         return region
 
-    async def _place(self, header: Header, memory: npt.NDArray[np.uint8]) -> None:
-        """Bring the payload to where the header says."""
+    async def _place(self, header: Header, memory: npt.NDArray[np.uint8], now_s: float) -> None:
+        """Bring the payload to where the header says, no faster than it may."""
         size, first = header.payload_bytes, header.extents[0]
         in_place = len(header.extents) == 1 and first.contiguous
-        held = self._end - self._start
+        held, paid, toll = self._end - self._start, size, self._toll
+        if toll is not None:
+            # What came with the header is here already, so that it is paid at once.
+            paid = min(size, max(held, self._piece_bytes))
+            due_s = toll.turn(paid, now_s)
+            if due_s > now_s:
+                await self._pause(due_s)
         if held >= size:
             payload = self._buffer.array[self._start : self._start + size]
             self._start += size
@@ -248,9 +287,17 @@ class Reception:
         destination[:held] = self._buffer.view[self._start : self._end]
         self._start = self._end = 0
         while held < size:
-            self._wake_at(size - held)
+            if held == paid:
+                assert toll is not None
+                piece, now_s = min(size - paid, self._piece_bytes), self._now()
+                paid += piece
+                due_s = toll.turn(piece, now_s)
+                if due_s > now_s:
+                    await self._pause(due_s)
+            behind = [self._buffer.view[: self._piece_bytes]] if paid == size else []
+            self._wake_at(paid - held)
             await self._readable()
-            held += receive_nowait(self._sock, [destination[held:], self._buffer.view])
+            held += receive_nowait(self._sock, [destination[held:paid], *behind])
         self._wake_at(1)
         self._end = held - size
         if not in_place:
@@ -267,10 +314,14 @@ class Reception:
             self._lowat = lowat
 
     async def _readable(self) -> None:
+        await self._tell()
+        await trio.lowlevel.wait_readable(self._sock)
+
+    async def _tell(self) -> None:
+        """Say how many messages are in place, if that is news."""
         if self._told < self._placed:
             await self._say(encode_ack(self._placed, self._placed_s))
             self._told = self._placed
-        await trio.lowlevel.wait_readable(self._sock)
 
     async def _say(self, data: bytes) -> None:
         while data:

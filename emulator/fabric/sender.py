@@ -5,6 +5,9 @@ Theory of operation. A message is *queued* when released, *begun* when the conne
 to its end, whoever has lost interest, because half a message would leave the connection unusable. Memory is
 therefore in use from begun to placed, and closing a stream waits for that.
 
+Where a bus inside the node is crossed (``localbus``) the outbox is given a piece at a time, as its turn comes;
+a message has begun with its first piece, and what waits for a turn can be dropped.
+
 All messages take their turn in the order of their release. A pair that broke stays broken: everything on it
 fails at once, and whoever owns the pairs opens a new one on the next use.
 """
@@ -25,8 +28,9 @@ from ..errors import EmulatorError, PeerLost, ProtocolViolation, error_from_code
 from ..extent import Extent, gather
 from .counter import Counter, closed
 from .interface import Region, Segment, Target, WriteStream
-from .meter import Books
-from .sockets import SILENCE_S, Buffer, Outbox, close, retransmits
+from .localbus import Gate, Toll
+from .meter import Books, PortMeter
+from .sockets import SILENCE_S, Buffer, Outbox, after, close, retransmits
 from .wire import Feedback, PairHello, decode_feedback, encode_header, encode_hello
 
 __all__ = ["PostedStream", "QueuePair"]
@@ -55,8 +59,8 @@ class _Message:
 class QueuePair:
     """The queue pair (src, dst, lane) as its source node holds it. ``run`` must be running in a task.
 
-    ``connect`` opens its socket; ``on_end`` is told once, with the error, when the pair broke; ``call_at`` calls
-    at a model time.
+    ``meters`` are of what it crosses on its side, and ``toll`` what it pays there. ``connect`` opens its socket;
+    ``on_end`` is told once, with the error, when the pair broke; ``call_at`` calls at a model time.
     """
 
     def __init__(
@@ -64,6 +68,8 @@ class QueuePair:
         hello: PairHello,
         connect: Callable[[], Awaitable[socket.socket]],
         books: Books,
+        meters: Sequence[PortMeter],
+        toll: Toll | None,
         now: Callable[[], float],
         on_end: Callable[[QueuePair, EmulatorError], None],
         call_at: Callable[[float, Callable[[], None]], None],
@@ -71,7 +77,7 @@ class QueuePair:
         self.hello = hello
         self._connect = connect
         self._books = books
-        self._meter = books.port(hello.src.nic, "read", hello.lane)
+        self._meters = tuple(meters)
         self._now = now
         self._on_end = on_end
         self._call_at = call_at
@@ -81,6 +87,9 @@ class QueuePair:
         self._streams: dict[PostedStream, None] = {}
         self._error: EmulatorError | None = None
         self._outbox = Outbox(self._refill)
+        self._gate = None if toll is None else Gate(toll, now, call_at, self._outbox.push)
+        self._rest: list[Buffer] = []
+        self._rest_bytes = 0
         self._scope = trio.CancelScope()
         self._sock: socket.socket | None = None
 
@@ -110,8 +119,9 @@ class QueuePair:
         """Queue the next segments of ``stream``, in order."""
         messages = [_Message(stream, segment) for segment in segments]
         now = self._now()
-        for _ in messages:
-            self._meter.begin(now)
+        for meter in self._meters:
+            for _ in messages:
+                meter.begin(now)
         self._queue.extend(messages)
         self._outbox.push()
 
@@ -119,8 +129,9 @@ class QueuePair:
         """Forget what ``stream`` queued and what is not begun."""
         now = self._now()
         kept = deque(message for message in self._queue if message.stream is not stream)
-        for _ in range(len(self._queue) - len(kept)):
-            self._meter.drop(now)
+        for meter in self._meters:
+            for _ in range(len(self._queue) - len(kept)):
+                meter.drop(now)
         self._queue = kept
 
     def fail(self, error: EmulatorError) -> None:
@@ -130,9 +141,11 @@ class QueuePair:
         self._error = error
         now = self._now()
         for messages in (self._begun, self._queue):
-            for _ in messages:
-                self._meter.drop(now)
+            for meter in self._meters:
+                for _ in messages:
+                    meter.drop(now)
             messages.clear()
+        self._rest, self._rest_bytes = [], 0
         for stream in self._streams:
             stream.on_failed(error)
         self._streams.clear()
@@ -165,14 +178,44 @@ class QueuePair:
     def _refill(self) -> list[Buffer]:
         buffers: list[Buffer] = []
         size = 0
-        while self._queue and size < BATCH_BYTES:
-            message = self._queue.popleft()
+        gate = self._gate
+        while size < BATCH_BYTES:
+            if gate is not None and self._rest:
+                piece = min(self._rest_bytes, gate.piece_bytes)
+                if not gate.admit(piece):
+                    break
+                size += piece
+                buffers += self._cut(self._rest, self._rest_bytes, piece)
+                continue
+            if not self._queue:
+                break
+            message = self._queue[0]
+            piece = whole = message.size_bytes
+            if gate is not None:
+                if whole > gate.piece_bytes:
+                    piece = gate.piece_bytes
+                if not gate.admit(piece):
+                    break
+            self._queue.popleft()
             message.stream.on_begun()
             self._begun.append(message)
             buffers.append(message.header)
-            buffers.extend(_payload(message.stream.memory, message.extents, message.size_bytes))
-            size += message.size_bytes
+            payload = _payload(message.stream.memory, message.extents, whole)
+            buffers.extend(payload if piece == whole else self._cut(payload, whole, piece))
+            size += piece
         return buffers
+
+    def _cut(self, payload: list[Buffer], size_bytes: int, piece: int) -> list[Buffer]:
+        """The first ``piece`` of ``payload``; the rest is kept for the next turns."""
+        self._rest, self._rest_bytes = after(payload, piece), size_bytes - piece
+        left = piece
+        head: list[Buffer] = []
+        for buffer in payload:
+            head.append(memoryview(buffer)[:left])
+            left -= len(head[-1])
+            if not left:
+                break
+        return head
 
     async def _read_feedback(self, sock: socket.socket) -> EmulatorError:
         """Complete messages until the connection ends; why it did."""
@@ -210,7 +253,8 @@ class QueuePair:
         now, src, dst = self._now(), self.hello.src.node, self.hello.dst.node
         for _ in range(count):
             message = self._begun.popleft()
-            self._meter.end(now, message.size_bytes)
+            for meter in self._meters:
+                meter.end(now, message.size_bytes)
             self._books.count_sent(message.stream.target.transfer, src, dst, message.size_bytes)
             message.stream.on_placed(feedback.at_s)
 

@@ -23,6 +23,7 @@ __all__ = [
     "Outbox",
     "Window",
     "accept",
+    "after",
     "close",
     "connect",
     "listen",
@@ -237,13 +238,13 @@ class Outbox:
                 return True
             self.sent_bytes += count
             budget -= count
-            self._buffers = _rest(self._buffers, count)
+            self._buffers = after(self._buffers, count)
 
 
-def _rest(buffers: Sequence[Buffer], count: int) -> Sequence[Buffer]:
+def after(buffers: Sequence[Buffer], count: int) -> list[Buffer]:
     """``buffers`` without their first ``count`` bytes."""
     for index, buffer in enumerate(buffers):
         if count < len(buffer):
-            return [memoryview(buffer)[count:], *buffers[index + 1 :]] if count else buffers[index:]
+            return [memoryview(buffer)[count:], *buffers[index + 1 :]]
         count -= len(buffer)
-    return ()
+    return []

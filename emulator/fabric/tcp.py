@@ -8,6 +8,9 @@ holds, so leaving the context leaves nothing behind.
 A broken connection means that its peer is gone: the other queue pairs to that node and the calls in flight to
 it fail as well. The next use connects anew.
 
+What a queue pair crosses inside the node, ``wiring`` says; ``localbus`` paces it. A copy between a node's DRAM
+and a GPU over its PCIe link crosses no NIC: as a free path, it goes over the management network's addresses.
+
 Knows nothing of topologies: addresses, rates and TOS bytes come as plain data.
 """
 
@@ -41,7 +44,8 @@ from .interface import (
     VirtualLane,
     WriteStream,
 )
-from .meter import Books
+from .localbus import LocalBuses, LocalRates, Toll
+from .meter import Books, PortMeter
 from .receiver import MarkTable, ReceiveBuffer, Reception
 from .rpc import RpcPort
 from .sender import PostedStream, QueuePair
@@ -49,6 +53,7 @@ from .sockets import MakeSocket, accept, connect, listen, window_of
 from .tcp_collective import SCRATCH_REGION, TcpRings
 from .wallclock import Alarm, WallClock, open_alarm
 from .wire import PairHello
+from .wiring import Crossing, Wiring, pcie_of
 
 __all__ = ["Addresses", "TcpFabric", "open_tcp_fabric"]
 
@@ -90,11 +95,15 @@ class TcpFabric(Fabric):
         *,
         rpc_latency_s: float,
         rates: Mapping[str, float],
+        local: LocalRates,
         window_s: float,
         lane_map: Mapping[VirtualLane, VirtualLane],
         make_socket: MakeSocket,
     ) -> None:
         self.node = node
+        nics = {(node, endpoint.nic) for endpoint in addresses.endpoints if endpoint.node == node}
+        self._wiring = Wiring(nics, () if local.dram is None else (node,), [(node, nic) for nic in local.pcie])
+        self._buses = LocalBuses(node, local, clock.dilation)
         self._addresses = addresses
         self._clock = clock
         self._alarm = alarm
@@ -220,7 +229,7 @@ class TcpFabric(Fabric):
             if target.src.node != self.node:
                 raise ValueError(f"{self.node} cannot send from {target.src}")
             try:
-                source, destination = self._addresses.of(target.src), self._addresses.of(target.dst)
+                source, destination = self._address_of(target.src), self._address_of(target.dst)
             except KeyError as unknown:
                 raise ValueError(f"no address of {unknown.args[0]} in the address plan") from None
             open_socket = partial(
@@ -231,12 +240,34 @@ class TcpFabric(Fabric):
                 self._addresses.tos[lane],
                 self._windows.get(target.src.nic),
             )
+            meters, toll = self._costs(self._wiring.sent(target.src, target.dst), lane)
             pair = QueuePair(
-                PairHello(*key), open_socket, self._books, self._clock.now, self._end_pair, self._call_at
+                PairHello(*key),
+                open_socket,
+                self._books,
+                meters,
+                toll,
+                self._clock.now,
+                self._end_pair,
+                self._call_at,
             )
             self._pairs[key] = pair
             self._nursery.start_soon(pair.run)
         return pair
+
+    def _address_of(self, endpoint: Endpoint) -> str:
+        """KeyError where the plan does not have it."""
+        if endpoint.node == self.node and self._wiring.is_link(endpoint.node, endpoint.nic):
+            return self._addresses.management[self.node]
+        return self._addresses.of(endpoint)
+
+    def _costs(self, crossings: Sequence[Crossing], lane: VirtualLane) -> tuple[Sequence[PortMeter], Toll | None]:
+        """What one side of a queue pair counts and pays for what it crosses."""
+        meters = [self._books.port(crossing.nic, crossing.direction, lane) for crossing in crossings]
+        return meters, self._buses.toll(crossings)
+
+    def _receiver_costs(self, hello: PairHello) -> tuple[Sequence[PortMeter], Toll | None]:
+        return self._costs(self._wiring.received(hello.src, hello.dst), hello.lane)
 
     def _call_at(self, at_s: float, act: Callable[[], None]) -> None:
         self._alarm.call_at(self._clock.monotonic(at_s), act)
@@ -268,11 +299,13 @@ class TcpFabric(Fabric):
             sock,
             self.node,
             endpoints,
-            self._addresses.of,
+            self._address_of,
             self._regions,
             self._marks,
             self._books,
+            self._receiver_costs,
             self._clock.now,
+            self.sleep_until,
             self._buffer,
         )
         self._receptions.add(reception)
@@ -302,6 +335,7 @@ async def open_tcp_fabric(
     rpc_latency_s: float,
     *,
     rates: Mapping[str, float] | None = None,
+    local: LocalRates = LocalRates(),  # noqa: B008 (frozen)
     window_s: float = 1.0,
     lane_map: Mapping[VirtualLane, VirtualLane] = NO_LANE_MAP,
     make_socket: MakeSocket = socket.socket,
@@ -309,8 +343,9 @@ async def open_tcp_fabric(
     """The fabric of ``node``, listening on all its addresses from the first moment on.
 
     ``rates``: payload bytes per *wall* second of this node's NICs by name, from which the socket buffers
-    follow; a NIC without one is not shaped, and its sockets grow as the kernel sees fit. ``rpc_latency_s``
-    and ``window_s`` (of the port counters) are model seconds. ``lane_map``: the lane that carries what is asked
+    follow; a NIC without one is not shaped, and its sockets grow as the kernel sees fit. ``local``: the rates of
+    this node's DRAM and PCIe links, where they count. ``rpc_latency_s`` and ``window_s`` (of the port counters)
+    are model seconds. ``lane_map``: the lane that carries what is asked
     to go on another, for all nodes alike; counters name the lane that carried. ``make_socket`` makes every socket;
     a harness that hosts several nodes hands in one that works in the node's namespace.
 
@@ -332,8 +367,8 @@ async def open_tcp_fabric(
         listeners: list[tuple[str, list[Endpoint], socket.socket]] = [
             (endpoint.nic, [endpoint], listener(ip, addresses.data_port, control)) for endpoint, ip in own
         ]
-        free = [Endpoint(node, FREE_NIC, side) for side in SIDES]
-        listeners.append((FREE_NIC, free, listener(addresses.management[node], addresses.data_port, 0)))
+        inside = [Endpoint(node, nic, side) for nic in (FREE_NIC, *map(pcie_of, local.pcie)) for side in SIDES]
+        listeners.append((FREE_NIC, inside, listener(addresses.management[node], addresses.data_port, 0)))
         calls = listener(addresses.management[node], addresses.rpc_port, 0)
         alarm = stack.enter_context(open_alarm())
         async with trio.open_nursery() as nursery:
@@ -345,6 +380,7 @@ async def open_tcp_fabric(
                 nursery,
                 rpc_latency_s=rpc_latency_s,
                 rates=rates or {},
+                local=local,
                 window_s=window_s,
                 lane_map=lane_map,
                 make_socket=make_socket,

@@ -1,4 +1,4 @@
-"""The shared resources of a fluid network, and which of them a queue pair crosses.
+"""Which shared resources a queue pair crosses: one rule for both fabrics.
 
 - A *NIC* is crossed by what leaves a node through it (``read``) and by what enters (``write``); each direction has
   its rate, and lanes.
@@ -8,28 +8,28 @@
   there crosses it: through the NIC to anywhere, or, where the link itself is named as the NIC of both ends
   (``pcie3`` for the GPU of ``cnic3``), as a copy between the node's DRAM and the GPU, which crosses no NIC.
 
-DRAM and PCIe know no lanes: there all messages are alike. A free path crosses nothing.
+DRAM and PCIe know no lanes: there all messages are alike. A free path crosses nothing. Pure: the rule knows names,
+and what a resource is (a share of a fluid, a socket and a clock of debts) is the fabric's affair.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Literal
 
 import msgspec
 
 from ..errors import ProtocolViolation
-from .flow import Port
 from .interface import Endpoint
 
-__all__ = ["DRAM", "Crossing", "Wiring", "pcie_of"]
+__all__ = ["DIRECTIONS", "DRAM", "Crossing", "Direction", "Wiring", "pcie_of"]
 
 DRAM = "dram"
 """The name under which a node's DRAM is counted among its ports."""
 
 Direction = Literal["read", "write"]
+DIRECTIONS: tuple[Direction, Direction] = ("read", "write")
 
 
 def pcie_of(nic: str) -> str:
@@ -41,59 +41,58 @@ def pcie_of(nic: str) -> str:
 
 
 class Crossing(msgspec.Struct, frozen=True):
-    """One resource that a queue pair crosses, and the row of ``node``'s counters that it is counted in."""
+    """One direction of a resource of ``node``, and the row of its counters."""
 
-    port: Port
     node: str
     nic: str
     direction: Direction
 
 
 class Wiring:
-    """Rates are payload bytes per model second, of each NIC and PCIe link in each direction.
-
-    ``ports`` and ``pcie`` are by (node, NIC), ``dram`` by node. ValueError for a rate that is none, or for a
-    resource of something that is not there.
+    """``nics``: the (node, NIC) that are there. ``dram``: the nodes whose DRAM counts. ``pcie``: the (node, NIC)
+    whose GPU's link does. ValueError for a link of a NIC that is not there, or for two links of one name.
     """
 
     def __init__(
-        self,
-        nodes: Collection[str],
-        ports: Mapping[tuple[str, str], float],
-        dram: Mapping[str, float],
-        pcie: Mapping[tuple[str, str], float],
+        self, nics: Collection[tuple[str, str]], dram: Collection[str], pcie: Collection[tuple[str, str]]
     ) -> None:
-        self._duplex: dict[tuple[str, str, Direction], Port] = {}
-        for (node, nic), rate in ports.items():
-            self._add(nodes, node, nic, rate, laned=True)
-        for (node, nic), rate in pcie.items():
-            if (node, nic) not in ports:
+        self._nics = frozenset(nics)
+        self._dram = frozenset(dram)
+        self._links: dict[tuple[str, str], str] = {}
+        self._ends: set[tuple[str, str]] = set()
+        for node, nic in pcie:
+            if (node, nic) not in self._nics:
                 raise ValueError(f"PCIe link of {node}/{nic}: no such port")
-            if (node, pcie_of(nic), "read") in self._duplex:
-                raise ValueError(f"PCIe link of {node}/{nic}: there is a {node}/{pcie_of(nic)} already")
-            self._add(nodes, node, pcie_of(nic), rate, laned=False)
-        self._links = {(node, nic): pcie_of(nic) for node, nic in pcie}
-        self._is_link = {(node, link) for (node, _), link in self._links.items()}
-        self._dram = {node: _port(nodes, node, DRAM, rate, laned=False) for node, rate in dram.items()}
+            link = pcie_of(nic)
+            if self.is_link(node, link):
+                raise ValueError(f"PCIe link of {node}/{nic}: there is a {node}/{link} already")
+            self._links[node, nic] = link
+            self._ends.add((node, link))
 
-    def _add(self, nodes: Collection[str], node: str, nic: str, rate: float, *, laned: bool) -> None:
-        for direction in _DIRECTIONS:
-            self._duplex[node, nic, direction] = _port(nodes, node, nic, rate, laned=laned)
+    def is_link(self, node: str, nic: str) -> bool:
+        """Is what is named as a NIC the PCIe link of a GPU?"""
+        return (node, nic) in self._ends
 
     def crossed(self, src: Endpoint, dst: Endpoint) -> tuple[Crossing, ...]:
         """What messages from ``src`` to ``dst`` cross, in their order. ProtocolViolation for what is not there."""
+        return self.sent(src, dst) + self.received(src, dst)
+
+    def sent(self, src: Endpoint, dst: Endpoint) -> tuple[Crossing, ...]:
+        """What of it is the sender's: all up to the source's NIC, and a copy inside a node as a whole."""
         if src.free and dst.free:
             return ()
-        links = [end for end in (src, dst) if (end.node, end.nic) in self._is_link]
-        if links:
+        if self._is_copy(src, dst):
             return tuple(self._copy(src, dst))
-        return tuple(self._through_nics(src, dst))
+        return (*self._memory(src, "read"), self._nic(src, "read"))
 
-    def _through_nics(self, src: Endpoint, dst: Endpoint) -> Iterator[Crossing]:
-        yield from self._memory(src, "read")
-        yield self._crossing(src.node, src.nic, "read")
-        yield self._crossing(dst.node, dst.nic, "write")
-        yield from self._memory(dst, "write")
+    def received(self, src: Endpoint, dst: Endpoint) -> tuple[Crossing, ...]:
+        """What of it is the receiver's."""
+        if (src.free and dst.free) or self._is_copy(src, dst):
+            return ()
+        return (self._nic(dst, "write"), *self._memory(dst, "write"))
+
+    def _is_copy(self, src: Endpoint, dst: Endpoint) -> bool:
+        return self.is_link(src.node, src.nic) or self.is_link(dst.node, dst.nic)
 
     def _copy(self, src: Endpoint, dst: Endpoint) -> Iterator[Crossing]:
         """Between the two sides of one PCIe link; the link's directions are those of the GPU's memory."""
@@ -101,33 +100,20 @@ class Wiring:
             raise ProtocolViolation(f"a PCIe link joins a node's DRAM to one of its GPUs, not {src} to {dst}")
         into_gpu = dst.side == "gpu"
         yield from self._in_dram(src.node, "read" if into_gpu else "write")
-        yield self._crossing(src.node, src.nic, "write" if into_gpu else "read")
+        yield Crossing(src.node, src.nic, "write" if into_gpu else "read")
 
     def _memory(self, end: Endpoint, direction: Direction) -> Iterator[Crossing]:
         """Between a NIC and the memory behind it."""
         if end.side == "host":
             yield from self._in_dram(end.node, direction)
         elif (link := self._links.get((end.node, end.nic))) is not None:
-            yield self._crossing(end.node, link, direction)
+            yield Crossing(end.node, link, direction)
 
     def _in_dram(self, node: str, direction: Direction) -> Iterator[Crossing]:
-        port = self._dram.get(node)
-        if port is not None:
-            yield Crossing(port, node, DRAM, direction)
+        if node in self._dram:
+            yield Crossing(node, DRAM, direction)
 
-    def _crossing(self, node: str, nic: str, direction: Direction) -> Crossing:
-        try:
-            return Crossing(self._duplex[node, nic, direction], node, nic, direction)
-        except KeyError:
-            raise ProtocolViolation(f"no port {node}/{nic} in this network") from None
-
-
-_DIRECTIONS: tuple[Direction, Direction] = ("read", "write")
-
-
-def _port(nodes: Collection[str], node: str, nic: str, rate: float, *, laned: bool) -> Port:
-    if not 0 < rate < math.inf:
-        raise ValueError(f"port {node}/{nic}: rate {rate}: expected a positive, finite number")
-    if node not in nodes:
-        raise ValueError(f"port {node}/{nic}: no node {node}")
-    return Port(rate, laned=laned)
+    def _nic(self, end: Endpoint, direction: Direction) -> Crossing:
+        if (end.node, end.nic) not in self._nics:
+            raise ProtocolViolation(f"no port {end.node}/{end.nic} in this network")
+        return Crossing(end.node, end.nic, direction)

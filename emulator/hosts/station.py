@@ -30,7 +30,7 @@ from ..errors import EmulatorError, PeerLost, ProtocolViolation, leaf_errors
 from ..fabric.interface import Endpoint, Fabric, Side, VirtualLane
 from ..fabric.wallclock import WallClock
 from ..logs import configure_logs
-from ..plan import cluster_spec, emulated_rates, lane_map, pace_of
+from ..plan import cluster_spec, emulated_rates, lane_map, local_rates, pace_of
 from ..records import Decisions, HostSample
 from ..shaper import open_paced
 from . import control
@@ -197,6 +197,7 @@ class _Station:
                 clock,
                 rpc_latency_s=run.engine.rpc_latency_s,
                 rates={nic: rate for (node, nic), rate in emulated_rates(run).items() if node == self._name},
+                local=local_rates(run, self._name),
                 lane_map=lane_map(run.replay),
             ) as links,
             open_paced(links, pace_of(run, self._name)) as fabric,

@@ -33,6 +33,7 @@ from emulator.fabric.interface import (
     Transfer,
     VirtualLane,
 )
+from emulator.fabric.localbus import LocalRates
 from emulator.fabric.tcp import Addresses, TcpFabric, open_tcp_fabric
 from emulator.fabric.wallclock import WallClock
 from topology.counters import Direction
@@ -59,6 +60,7 @@ __all__ = [
 
 Kind = Literal["fluid", "tcp", "shaped"]
 LaneMap = Mapping[VirtualLane, VirtualLane]
+Inside = Mapping[str, LocalRates]
 
 ANY = pytest.mark.parametrize("kind", ["fluid", "tcp"])
 """For laws that say nothing of rates."""
@@ -120,21 +122,24 @@ def run_law(
     *,
     built_rates: Mapping[str, float] | None = None,
     lane_map: LaneMap | None = None,
+    local: Inside | None = None,
 ) -> None:
     """Run ``law`` on a bed. ``built_rates`` makes a mutant: what nodes' ports really get (fluid only).
+
+    ``local``: what binds inside nodes, by node.
 
     On shaped links a law has a few attempts, each on a network of its own: whatever else the host computes
     can disturb a measurement, but does not mend a wrong network.
     """
     if kind == "fluid":
-        run_virtual(_judge, _open_fluid(built_rates or {}, lane_map or {}), law)
+        run_virtual(_judge, _open_fluid(built_rates or {}, lane_map or {}, local or {}), law)
     elif kind == "tcp":
-        trio.run(_judge, _open_tcp(lane_map or {}), law)
+        trio.run(_judge, _open_tcp(lane_map or {}, local or {}), law)
     else:
         for attempt in range(1, SHAPED_ATTEMPTS + 1):
             try:
                 with _Namespaces() as namespaces:
-                    trio.run(_judge, _open_tcp(lane_map or {}, namespaces), law)
+                    trio.run(_judge, _open_tcp(lane_map or {}, local or {}, namespaces), law)
                 return
             except AssertionError:
                 if attempt == SHAPED_ATTEMPTS:
@@ -163,16 +168,23 @@ def _registered(fabrics: Mapping[str, Fabric]) -> dict[str, Region]:
 
 
 @asynccontextmanager
-async def _open_fluid(built_rates: Mapping[str, float], lane_map: LaneMap) -> AsyncIterator[Bed]:
+async def _open_fluid(built_rates: Mapping[str, float], lane_map: LaneMap, local: Inside) -> AsyncIterator[Bed]:
     ports = {(node, NIC): built_rates.get(node, RATE) for node in NODES}
-    network = FluidNetwork(ports, nodes=NODES, rpc_latency_s=RPC_LATENCY_S, lane_map=lane_map)
+    network = FluidNetwork(
+        ports,
+        nodes=NODES,
+        rpc_latency_s=RPC_LATENCY_S,
+        lane_map=lane_map,
+        dram={node: rates.dram for node, rates in local.items() if rates.dram is not None},
+        pcie={(node, nic): rate for node, rates in local.items() for nic, rate in rates.pcie.items()},
+    )
     async with open_fluid(network):
         fabrics = {node: network.fabric(node) for node in NODES}
         yield Bed("fluid", fabrics, _registered(fabrics), network.kill, tolerance=1e-6, jitter_s=1e-9)
 
 
 @asynccontextmanager
-async def _open_tcp(lane_map: LaneMap, namespaces: _Namespaces | None = None) -> AsyncIterator[Bed]:
+async def _open_tcp(lane_map: LaneMap, local: Inside, namespaces: _Namespaces | None = None) -> AsyncIterator[Bed]:
     """Each node's fabric lives in a task of its own, so that it can die alone."""
     clock = WallClock(time.monotonic())
     addresses = _loopback_addresses() if namespaces is None else namespaces.addresses
@@ -189,6 +201,7 @@ async def _open_tcp(lane_map: LaneMap, namespaces: _Namespaces | None = None) ->
                 clock,
                 RPC_LATENCY_S,
                 rates=rates,
+                local=local.get(node, LocalRates()),
                 lane_map=lane_map,
                 make_socket=make_socket,
             ) as fabrics[node]:
