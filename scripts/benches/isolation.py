@@ -33,7 +33,7 @@ from emulator.fabric.interface import Endpoint, Fabric, Region, Ring, Segment, S
 from emulator.fabric.tcp import Addresses, open_tcp_fabric
 from emulator.fabric.wallclock import WallClock
 from emulator.metrics import Summary, summarise
-from emulator.plan import emulated_rates, lane_map, pace_of, run_config
+from emulator.plan import emulated_rates, lane_map, local_rates, pace_of, run_config
 from emulator.roles.segments import hbm_region
 from emulator.roles.traffic import Traffic
 from emulator.shaper import open_paced
@@ -73,7 +73,7 @@ MODES = MappingProxyType(
         "copy cuda": ReplayConfig(copies="cuda"),
     }
 )
-"""What is measured; CUDA's copies in virtual time only."""
+"""What is measured."""
 NODES = ("pe0", "pe1")
 
 Taken = Mapping[int, Sequence[float]]
@@ -95,9 +95,8 @@ def main(argv: Sequence[str]) -> int:
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
         with _links() as links:
             for name, replay in MODES.items():
-                if replay.copies != "cuda":
-                    taken = links.measure(replay)
-                    figures += _figures(f"links, {name}", taken, _payload_size, bounded=name == "lanes")
+                taken = links.measure(replay)
+                figures += _figures(f"links, {name}", taken, _payload_size, bounded=name == "lanes")
     return show(figures, as_json="--json" in argv)
 
 
@@ -256,6 +255,7 @@ class _Links:
                 clock,
                 run.engine.rpc_latency_s,
                 rates={nic: rate for (owner, nic), rate in emulated_rates(run).items() if owner == node},
+                local=local_rates(run, node),
                 lane_map=lane_map(run.replay),
                 make_socket=partial(self._socket, node),
             ) as links,
