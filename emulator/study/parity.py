@@ -115,12 +115,12 @@ def _ports(evidence: Evidence) -> dict[str, Hashable]:
         f"{node.node} {p.nic} {p.direction} lane {p.lane}": p.payload_bytes
         for node in evidence.records.nodes
         for p in node.ports
-        if p.payload_bytes and _is_nic(p)
+        if p.payload_bytes
     }
 
 
 def _is_nic(port: PortBytes) -> bool:
-    """What both fabrics have; virtual time alone counts what crosses DRAM and PCIe."""
+    """DRAM and PCIe links count again what a NIC carried."""
     return port.nic.startswith(("cnic", "snic"))
 
 
