@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from emulator.judge import KernelLane, KernelPort, Verdict, judge, judge_virtual, kernel_ports, read_rates
 from emulator.records import ExchangeRecord, HostSample
+from emulator.systems import SYSTEMS
 from emulator.verify import Evidence
 
 from .made_run import RATE_BPS, evidence, replace_node
@@ -141,6 +142,28 @@ def test_late_exchanges_are_on_time_at_the_dilation_that_would_do(late_s: float,
         scale = msgspec.structs.replace(made.setup.scale, dilation=result.dilation)
         slower = msgspec.structs.replace(made, setup=msgspec.structs.replace(made.setup, scale=scale))
         assert verdict(exchanging(slower, "de0", (late_s, count))).valid
+
+
+@pytest.mark.parametrize("name", ["oracle", "dualpath"])
+@pytest.mark.parametrize("share", [0.019, 0.06])
+def test_what_is_free_must_take_next_to_no_time(name: str, share: float) -> None:
+    """Where reads are free, taking more than a fiftieth of TTFT is the host's fault; elsewhere they take time."""
+    made = evidence()
+    rows = []
+    for r in made.records.requests:
+        assert r.first_token_s is not None
+        assert r.computed_s is not None
+        took_s = share * (r.first_token_s - r.arrived_s)
+        rows.append(msgspec.structs.replace(r, read_s=r.allocated_s, transferred_s=r.computed_s + took_s))
+    records = msgspec.structs.replace(made.records, requests=tuple(rows))
+    setup = msgspec.structs.replace(made.setup, system=SYSTEMS[name])
+    result = judge(setup, records, kernel_of(made), cores=2)
+    found = [reason for reason in result.reasons if "free" in reason]
+    assert bool(found) == (name == "oracle" and share > 0.02)
+    if found:
+        assert f"took {share:.1%} of TTFT" in found[0]
+        assert result.dilation is not None
+        assert result.dilation > setup.scale.dilation
 
 
 def test_a_cpu_without_head_room_is_invalid() -> None:
