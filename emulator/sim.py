@@ -20,6 +20,7 @@ from .fabric.clock import SimulationStuck, run_virtual
 from .fabric.fluid import FluidNetwork, open_fluid
 from .fabric.interface import VirtualLane
 from .fabric.maxmin import LaneRule
+from .fabric.wiring import DRAM, pcie_of
 from .plan import cluster_spec, emulated_rates, lane_map, local_rates, pace_of
 from .records import Decisions, RunRecords
 from .roles.serving import Role, open_role
@@ -82,16 +83,22 @@ def simulate(
 
 
 def _check_horizon(config: RunConfig, workload: Workload) -> None:
-    """Could the slowest link carry every request's whole context, one after the other, in time?"""
+    """Could the slowest link, or DRAM, carry every request's whole context, one after the other, in time?"""
     deployment = Deployment(config)
-    (node, nic), rate = min(emulated_rates(config).items(), key=lambda port: port[1])
+    rates = dict(emulated_rates(config))
+    for member in config.members:
+        local = local_rates(config, member.name)
+        rates |= {(member.name, pcie_of(nic)): rate for nic, rate in local.pcie.items()}
+        if local.dram is not None:
+            rates[member.name, DRAM] = local.dram
+    (node, nic), rate = min(rates.items(), key=lambda port: port[1])
     token_bytes = deployment.layout.layers * deployment.layout.kv_bytes
     tokens = sum(turn.total_tokens for trajectory in workload.trajectories for turn in trajectory.turns)
     needed_s = tokens * token_bytes / (rate * config.scale.dilation)
     if needed_s > HORIZON_S:
         raise ConfigError(
             f"{node} {nic}: at its rate this workload's contexts take {needed_s:.3g} s of model time, and virtual"
-            f" time ends at {HORIZON_S:.0e} s; give the link a higher rate"
+            f" time ends at {HORIZON_S:.0e} s; give it a higher rate"
         )
 
 

@@ -105,7 +105,7 @@ class Stream(msgspec.Struct, frozen=True):
         return (high >> np.uint64(32)).astype(np.uint32)
 
 
-class Turn(msgspec.Struct, frozen=True):
+class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One request. ``prompt_tokens`` is the whole prompt, ``output_tokens`` the forced length of the answer.
 
     The turn arrives ``think_s`` after its predecessor's last token, and not before ``arrival_s`` (model

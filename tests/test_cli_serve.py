@@ -107,6 +107,7 @@ def test_a_changed_report_is_found(tmp_path: Path, small: tuple[str, ...]) -> No
         (("--path", "both"), "--path"),
         (("--system", "sglang"), "--system"),
         (("--decisions", "no/such/run"), "no/such/run"),
+        (("--decisions", "no/such/run", "--policy", "round-robin"), "--policy"),
         (("--think", "hard"), "--think"),
     ],
 )

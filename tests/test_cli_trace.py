@@ -125,6 +125,20 @@ def test_cumulative_and_delta_convert_to_the_same_bytes(tmp_path: Path) -> None:
     assert converted[0] == converted[1]
 
 
+@pytest.mark.parametrize("name", ["[/nope]", "[bold]loud"])
+def test_a_traces_name_is_text(tmp_path: Path, name: str) -> None:
+    """Brackets in a name are printed as they stand, never read as markup."""
+    path = tmp_path / "trace.jsonl"
+    head = json.dumps({"emulate_trace": 1, "name": name})
+    path.write_text(
+        head + '\n{"id": "a", "turns": [{"prompt_tokens": 100, "output_tokens": 2, "arrival_s": 0}]}\n'
+    )
+    for command in (("trace", "stats"), ("analyze", "1p1d", "--trace")):
+        outcome = emulate(*command, str(path), "--trace-format", "native")
+        assert outcome.code == 0, outcome
+        assert name in outcome.out
+
+
 def test_analyze_prints_the_offered_load_with_its_formula() -> None:
     """For people the formula and the figure; as JSON the same figure, at least 2 on one SNIC when warm."""
     human = emulate("analyze", "1p1d", "--warm", "--trace", "io-bound")

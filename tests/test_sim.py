@@ -102,7 +102,7 @@ def test_one_request_of_buffer_is_enough_for_all(path: str) -> None:
 def test_recorded_decisions_are_repeated() -> None:
     """A replayed run takes the same engines, paths and batches whatever its own policy would say."""
     first = simulate(config(agents=3), _mixed())
-    again = simulate(config(agents=3, seed=9, path="pe"), _mixed(), _decisions(first))
+    again = simulate(config(agents=3, seed=9), _mixed(), _decisions(first))
     key = [(r.id, r.path, r.pe, r.de, r.hit_tokens) for r in first.requests]
     assert [(r.id, r.path, r.pe, r.de, r.hit_tokens) for r in again.requests] == key
     assert [b.requests for b in _decisions(again).batches] == [b.requests for b in _decisions(first).batches]
@@ -145,7 +145,7 @@ def test_decisions_of_a_larger_topology_are_refused() -> None:
     """An engine that does not exist here is named."""
     recorded = _decisions(simulate(config(agents=3, gpus=4), _mixed()))
     assert any(d.pe not in {"pe0/0", "pe0/1"} for d in recorded.requests)
-    with pytest.raises(ConfigError, match="not in this topology"):
+    with pytest.raises(ConfigError, match="not a PE engine in this topology"):
         simulate(config(agents=3), _mixed(), recorded)
 
 
@@ -156,12 +156,52 @@ def test_decisions_that_no_longer_hold_end_the_run() -> None:
         simulate(config(agents=3), _mixed(), recorded)
 
 
+def _changed(recorded: Decisions, **changes: Any) -> Decisions:
+    """With fields of the first decision changed that has hits."""
+    rows = list(recorded.requests)
+    place = next(index for index, row in enumerate(rows) if row.hit_blocks)
+    rows[place] = msgspec.structs.replace(rows[place], **changes)
+    return msgspec.structs.replace(recorded, requests=tuple(rows))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"de": "pe0/0"}, "which is not a DE engine"),
+        ({"pe": "de0/0"}, "which is not a PE engine"),
+        ({"split_blocks": 1}, "split_blocks 1: expected 0 to 0"),
+        ({"path": "split", "split_blocks": -1}, "split_blocks -1: expected 0 to"),
+        ({"path": "split"}, "read on the split path, and this run reads pe"),
+        ({"path": "de"}, "read on the de path, and this run reads pe"),
+    ],
+)
+def test_decisions_that_no_scheduler_makes_are_refused(changes: dict[str, Any], said: str) -> None:
+    """An engine of the other side, or a path that this run does not read, is named before anything runs."""
+    with pytest.raises(ConfigError, match=said):
+        simulate(config(agents=3, path="pe"), _mixed(), _changed(_RECORDED, **changes))
+
+
+def test_no_decisions_are_refused() -> None:
+    """A file without any would have every request wait for its own."""
+    with pytest.raises(ConfigError, match="there are none in it"):
+        simulate(config(agents=3), _mixed(), Decisions((), ()))
+
+
+@pytest.mark.parametrize("key", ["dram_gbps", "pcie_gbps"])
+def test_memory_too_slow_for_the_horizon_is_refused_at_once(key: str) -> None:
+    """What binds inside a node is held against the end of virtual time as links are."""
+    run = config(agents=3, engine={key: 1e-300})
+    run = msgspec.structs.replace(run, replay=msgspec.structs.replace(run.replay, copies="cuda"))
+    with pytest.raises(ConfigError, match=r"give it a higher rate"):
+        simulate(run, _mixed())
+
+
 @pytest.mark.parametrize("key", ["snic_gbps", "cnic_gbps"])
 def test_a_link_too_slow_for_the_horizon_is_refused_at_once(key: str) -> None:
     """A rate that is a mistake of unit is told in one line, with the link, before anything runs."""
     run = config(agents=3)
     slow = msgspec.structs.replace(run, topology={**run.topology, key: 1e-9})
-    with pytest.raises(ConfigError, match=r"nic0: at its rate .* give the link a higher rate"):
+    with pytest.raises(ConfigError, match=r"nic0: at its rate .* give it a higher rate"):
         simulate(slow, _mixed())
 
 

@@ -475,6 +475,10 @@ def test_duplicate_ids_name_both_places(tmp_path: Path) -> None:
         ('{"emulate_trace": 1}\n{"id": "a", "turns": [{"prompt_tokens": 0, "output_tokens": 1}]}', ":2: "),
         ('{"emulate_trace": 1}\n{"id": "a", "turn": []}', ":2: "),
         (
+            '{"emulate_trace": 1}\n{"id": "a", "turns": [{"prompt_tokens": 9, "output_tokens": 1, "thnk_s": 9}]}',
+            "thnk_s",
+        ),
+        (
             '{"emulate_trace": 1}\n{"id": "a", "turns": [{"prompt_tokens": 9, "output_tokens": 1}],'
             ' "streams": [[[9, 1]]]}',
             ":2: ",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import math
 import os
 import re
 import stat
@@ -53,6 +52,8 @@ BYTES_S_PER_GBPS = 1e9 / 8
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _MAX_FILE_BYTES = 1 << 20
 _MAX_COUNT = 4096
+_LEAST_GBPS, _MOST_GBPS = 1e-9, 1e9
+"""Beyond these a rate is a mistake of unit, and what is computed from it leaves the range of a double."""
 
 _TABLES: dict[str, dict[str, str]] = {
     "cluster": {key: key for key in ("name", "pe_nodes", "de_nodes", "gpus_per_node", "storage_nodes")},
@@ -391,11 +392,11 @@ def _check_rate(path: str, value: object) -> None:
     ok = isinstance(value, int | float) and not isinstance(value, bool)
     if ok:
         try:
-            ok = 0 < float(value) < math.inf  # type: ignore[arg-type]
+            ok = _LEAST_GBPS <= float(value) <= _MOST_GBPS  # type: ignore[arg-type]
         except OverflowError:
             ok = False
     if not ok:
-        raise TopologyError(f"{path} = {_value(value)}: expected a positive, finite number of Gb/s")
+        raise TopologyError(f"{path} = {_value(value)}: expected {_LEAST_GBPS:g} to {_MOST_GBPS:g} Gb/s")
 
 
 def _exists(given: str) -> bool:

@@ -145,10 +145,11 @@ def _print_section(console: Console, cluster: Cluster, section: BottleneckFree) 
 
 def _print_load(console: Console, title: str, report: LoadReport) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     start = "warm: first prompts' blocks stored before the start" if report.warm else "cold: nothing stored"
     table = Table("seconds needed, and offered", *_PATHS.values(), "seconds =", title_justify="left")
-    table.title = f"{title} ({start})"
+    table.title = Text(f"{title} ({start})")
     for rows in zip(*(report.loads[path] for path in _PATHS), strict=True):
         cells = (f"{load.busy_s:8.3f} s {load.offered:5.2f}" for load in rows)
         table.add_row(rows[0].resource, *cells, rows[0].formula)

@@ -272,4 +272,6 @@ def load_decisions(asked: Asked) -> Decisions | None:
     """The decisions that the runs are to repeat, if any."""
     from ..rundir import read_decisions
 
+    if asked.decisions is not None and asked.policy is not None:
+        raise click.UsageError("--decisions repeats what was decided, so no --policy is asked: give one of them")
     return None if asked.decisions is None else read_decisions(asked.decisions)

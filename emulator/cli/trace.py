@@ -96,8 +96,9 @@ def stats(
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table("figure", "value", "meaning", title=f"{workload.name}")
+    table = Table("figure", "value", "meaning", title=Text(workload.name))
     for name, text in (
         ("turns", "mean turns of a trajectory"),
         ("append", "mean tokens a turn adds, over trajectories"),

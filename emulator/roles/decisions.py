@@ -18,9 +18,14 @@ from ..workload import Workload, request_id
 
 __all__ = ["check_decisions"]
 
+READ_BY = {"pe": ("pe",), "de": ("de",), "auto": ("pe", "de"), "split": ("pe", "de", "split")}
+"""The paths that requests may take by where a run reads hits."""
+
 
 def check_decisions(decisions: Decisions, workload: Workload, deployment: Deployment) -> None:
     """ConfigError unless a run of ``workload`` on ``deployment`` can repeat ``decisions`` to its end."""
+    if not decisions.requests:
+        raise ConfigError("--decisions: there are none in it; take a run that ended well")
     _check_requests(decisions, workload, deployment)
     _check_batches(decisions, deployment)
     _check_order(decisions, workload)
@@ -28,7 +33,7 @@ def check_decisions(decisions: Decisions, workload: Workload, deployment: Deploy
 
 def _check_requests(decisions: Decisions, workload: Workload, deployment: Deployment) -> None:
     turns = {request_id(t, index): turn for t in workload.trajectories for index, turn in enumerate(t.turns)}
-    engines = {*deployment.pe_engines, *deployment.de_engines}
+    sides = (("a PE", {*deployment.pe_engines}), ("a DE", {*deployment.de_engines}))
     batched = {name: batch.engine for batch in decisions.batches for name in batch.requests}
     new: Counter[str] = Counter()
     for batch in decisions.batches:
@@ -38,13 +43,21 @@ def _check_requests(decisions: Decisions, workload: Workload, deployment: Deploy
         name = decision.request
         if name not in turns:
             raise ConfigError(f"--decisions: request {name} is not in this workload; replay the same trace")
-        for used in (decision.pe, decision.de):
+        for used, (side, engines) in zip((decision.pe, decision.de), sides, strict=True):
             if used not in engines:
-                raise ConfigError(f"--decisions: request {name} ran on {used}, which is not in this topology")
-        if not 0 <= decision.de_blocks <= decision.hit_blocks:
+                raise ConfigError(
+                    f"--decisions: request {name} ran on {used}, which is not {side} engine in this topology"
+                )
+        most = decision.hit_blocks if decision.path == "split" else 0
+        if not 0 <= decision.split_blocks <= most:
             raise ConfigError(
-                f"--decisions: request {name}: split_blocks {decision.split_blocks}: expected 0 to its"
-                f" {decision.hit_blocks} hit blocks"
+                f"--decisions: request {name} on the {decision.path} path: split_blocks {decision.split_blocks}:"
+                f" expected 0 to {most}"
+            )
+        if decision.hit_blocks and decision.path not in READ_BY[deployment.reads]:
+            raise ConfigError(
+                f"--decisions: request {name} read on the {decision.path} path, and this run reads"
+                f" {deployment.reads}; leave --path out, and take the --system of the run that decided"
             )
         reason = refusal(
             deployment.limits,
