@@ -203,7 +203,9 @@ def offered_load(
     ConfigError where a measured cost table does not cover the workload.
     """
     cache = infinite_cache(workload, block_tokens, warm)
-    batch = math.ceil(len(workload.trajectories) / (cluster.de_nodes * cluster.gpus))
+    engines = cluster.gpus // costs.tensor_parallel
+    engines_are = "g" if costs.tensor_parallel == 1 else f"g/{costs.tensor_parallel}"
+    batch = math.ceil(len(workload.trajectories) / (cluster.de_nodes * engines))
     agents: list[list[_Turn]] = []
     for trajectory, hits in zip(workload.trajectories, cache.hit_tokens, strict=True):
         agents.append([])
@@ -224,14 +226,14 @@ def offered_load(
     turns = [turn for each in agents for turn in each]
     token_bytes = costs.shape.kv_bytes_per_token
     slowest_s = max((math.fsum(turn.compute_s for turn in each) for each in agents), default=0.0)
-    pe_s = math.fsum(turn.prefill_s for turn in turns) / (cluster.pe_nodes * cluster.gpus)
+    pe_s = math.fsum(turn.prefill_s for turn in turns) / (cluster.pe_nodes * engines)
     # A decode step serves its whole batch, so a request owns a part of it.
-    de_s = math.fsum(turn.decode_s / batch for turn in turns) / (cluster.de_nodes * cluster.gpus)
+    de_s = math.fsum(turn.decode_s / batch for turn in turns) / (cluster.de_nodes * engines)
     free_s = max(slowest_s, pe_s, de_s)
     compute = (
         ("slowest agent", "sum of its turns' prefill and decode seconds", slowest_s),
-        ("PE GPUs", "prefill seconds of all requests / (P g)", pe_s),
-        ("DE GPUs", "decode seconds of all requests / (D g)", de_s),
+        ("PE GPUs", f"prefill seconds of all requests / (P {engines_are})", pe_s),
+        ("DE GPUs", f"decode seconds of all requests / (D {engines_are})", de_s),
     )
     paths: tuple[Path, ...] = ("pe", "de", "both")
     loads: dict[str, tuple[Load, ...]] = {}

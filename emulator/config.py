@@ -52,6 +52,9 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``--qos software`` looks (ASSUMED: a millisecond is the unit of epoll's timeouts and of the kernel's tick, and
     what a loop that shares its processor with an engine's other work keeps; a faster one would have to spin).
 
+    ``tensor_parallel``: GPUs of one engine, of PEs and DEs alike (``tensors``); it divides the GPUs of every node.
+    ``pe_hbm_kv_gb`` and ``de_hbm_kv_gb`` are of each of them.
+
     ``request_timeout_s``: a turn that is not settled so long after it arrived is given up; 0: never.
     ``stall_s``: *wall* seconds without any progress after which a run on real links ends with an error.
     """
@@ -78,6 +81,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dram_gbps: float = 4000.0
     pcie_gbps: float = 512.0
     prefill_exchange: Exchange = "layer"
+    tensor_parallel: int = 1
     hardware_seed: int = 0
     hardware_deviation: float = 0.04
     request_timeout_s: float = 0.0
@@ -106,7 +110,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"hardware_deviation = {self.hardware_deviation}: expected 0 to 0.5")
         if not 0 <= self.hardware_seed < 2**63:
             raise ValueError(f"hardware_seed = {self.hardware_seed}: expected 0 or more")
-        for name in ("batch_tokens", "block_tokens", "read_message_blocks", "stripe_blocks", "doorbell_batch"):
+        for name in (
+            *("batch_tokens", "block_tokens", "read_message_blocks", "stripe_blocks", "doorbell_batch"),
+            "tensor_parallel",
+        ):
             if not 1 <= getattr(self, name) <= _MOST_COUNT:
                 raise ValueError(f"{name} = {getattr(self, name)}: expected 1 to {_MOST_COUNT}")
         if self.read_message_blocks > READ_BLOCKS:
@@ -166,7 +173,7 @@ class ReplayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A node of the cluster as roles know it; ``engines`` is 0 for nodes without GPUs.
+    """A node of the cluster as roles know it; ``engines``: its GPUs, an engine each unless engines have several.
 
     ``snic_bytes_s``: model bytes per second of its storage NIC, 0 where it has none.
     """

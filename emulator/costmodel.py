@@ -7,13 +7,19 @@ Pure but for reading a table. A layer of a forward takes, on one GPU::
                 + a fixed overhead
 
 The two are apart because the GPUs of an expert-parallel group wait for each other between them; exchanging tokens
-with their experts (``experts``) and that wait are not in either. Peaks are data-sheet numbers. Achieved rates are
+with their experts (``experts``) and that wait are not in either, nor are the collectives of a tensor-parallel
+engine (``tensors``). Of such an engine of t GPUs attention takes 1/t of the time, as heads, or the tokens of a
+context, and the KV that they read are spread over its GPUs. The rest is counted by GPU: of its tokens a GPU computes
+the share 1/t, which is what one of t GPUs with 1/t of every matrix takes for all of them; of a dense model's weights
+it reads 1/t, while resident weights beside experts are a GPU's already and stay as they are (the attention's among
+them, which are a small part). What a layer costs whatever its size, its overhead, every GPU pays whole. Peaks are data-sheet numbers. Achieved rates are
 not: each says below whether somebody published it or it is assumed here.
 
 A measured table (CSV ``cached,bsz,ms``) replaces the time of prefill forwards. It is a full grid, read by bilinear
 interpolation; outside of it there is no answer, only an error. It does not tell attention from the rest: what
 remains of its shortest context's times without that context's attention by the formula is the rest, of which no
-context knows; all else is attention.
+context knows; all else is attention. The times are of the whole engine that was measured, however many GPUs it has,
+and its collectives are charged beside them.
 """
 
 from __future__ import annotations
@@ -163,11 +169,12 @@ def split_table(table: CostTable, formula: Callable[[int, int], float]) -> Split
 
 @dataclass(frozen=True)
 class CostModel:
-    """Times of one GPU's forward passes, in model seconds."""
+    """Times of one engine's forward passes, in model seconds. ``tensor_parallel``: its GPUs."""
 
     shape: ModelShape
     gpu: Gpu = HOPPER
     table: SplitTable | None = None
+    tensor_parallel: int = 1
 
     def prefill_flops(self, cached: int, new: int) -> int:
         """FLOPs of prefilling ``new`` tokens after ``cached``, all layers."""
@@ -181,7 +188,8 @@ class CostModel:
         """
         shape, gpu = self.shape, self.gpu
         flops_s = shape.attention.span_flops(cached, new) / gpu.attention_prefill
-        return flops_s, (cached + new) * shape.kv_bytes / gpu.hbm_bps
+        bytes_s = (cached + new) * shape.kv_bytes / gpu.hbm_bps
+        return flops_s / self.tensor_parallel, bytes_s / self.tensor_parallel
 
     def attention_s(self, batch: Batch) -> float:
         """Seconds of attention in all layers of a prefill forward, by the formula even with a measured table."""
@@ -201,7 +209,7 @@ class CostModel:
         """
         shape = self.shape
         if self.table is not None:
-            return self.table.rest_s(tokens) / shape.layers
+            return self.table.rest_s(tokens * self.tensor_parallel) / shape.layers
         return self._linear_s(tokens) / shape.layers + shape.prefill_layer_overhead_us * 1e-6
 
     def prefill_layer_s(self, batch: Batch) -> float:
@@ -212,7 +220,7 @@ class CostModel:
         new = sum(n for _, n in batch)
         if new == 0:
             return 0.0
-        return self.attention_layer_s(batch) + self.rest_layer_s(new)
+        return self.attention_layer_s(batch) + self.rest_layer_s(new / self.tensor_parallel)
 
     def decode_attention_s(self, contexts: Sequence[int]) -> float:
         """Seconds of attention in all layers of a decode step, one token for each of ``contexts``."""
@@ -222,7 +230,7 @@ class CostModel:
         for context in contexts:
             bytes_s = attention.token_bytes(context, shape.kv_bytes) / gpu.hbm_bps
             layer += max(attention.token_flops(context) / gpu.attention_decode, bytes_s)
-        return shape.layers * layer
+        return shape.layers * layer / self.tensor_parallel
 
     def decode_rest_s(self, tokens: float) -> float:
         """Seconds of everything else in all layers of a decode step of ``tokens`` tokens (as in ``rest_layer_s``).
@@ -236,7 +244,7 @@ class CostModel:
         """Seconds of one decode step, all layers, one token for each of ``contexts``; 0 for none."""
         if not contexts:
             return 0.0
-        return self.decode_attention_s(contexts) + self.decode_rest_s(len(contexts))
+        return self.decode_attention_s(contexts) + self.decode_rest_s(len(contexts) / self.tensor_parallel)
 
     def cache_compute_ratio_gb_per_pflop(self, cached: int, append: int) -> float:
         """GB of KV that a turn reads per PFLOP that it computes (the paper's table 1).
@@ -256,12 +264,13 @@ class CostModel:
     def _linear_s(self, tokens: float) -> float:
         shape, gpu = self.shape, self.gpu
         products_s = 2 * shape.active_params * tokens / gpu.gemm(shape.compute)
-        return max(products_s, shape.weight_bytes_per_gpu / gpu.hbm_bps)
+        parts = self.tensor_parallel if shape.experts is None else 1
+        return max(products_s, shape.weight_bytes_per_gpu / parts / gpu.hbm_bps)
 
 
-def load_costs(shape: ModelShape, table: Path | None = None) -> CostModel:
+def load_costs(shape: ModelShape, table: Path | None = None, tensor_parallel: int = 1) -> CostModel:
     """The cost model of ``shape`` on Hopper, its prefill times replaced by a measured table if there is one."""
-    formula = CostModel(shape)
+    formula = CostModel(shape, tensor_parallel=tensor_parallel)
     if table is None:
         return formula
     return replace(formula, table=split_table(load_table(table), lambda *request: formula.attention_s([request])))

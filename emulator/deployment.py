@@ -1,11 +1,13 @@
 """What follows from a run's configuration: engine names, block arithmetic, capacities, who keeps which block.
 
 Pure. Every role is given one ``Deployment`` and reads its sizes here, so that no two of them can disagree.
-An engine is named ``node/gpu`` ("pe0/3") and uses its GPU's paired NIC (``cnic3``).
+An engine is named ``node/gpu`` ("pe0/3") and uses its GPU's paired NIC (``cnic3``). A tensor-parallel one is named by
+the first of its GPUs, which are neighbours, and uses the NICs of all of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +28,7 @@ from .policy import Limits, PolicySetup
 from .profile import Profile, profile
 from .scale import Scale
 from .systems import SYSTEMS, Reads, System
+from .tensors import tensor_volume
 
 __all__ = ["LAYER_SLOTS", "Deployment", "Group", "engine_gpu", "engine_node", "join_ids", "split_ids"]
 
@@ -41,7 +44,7 @@ def engine_node(engine: str) -> str:
 
 
 def engine_gpu(engine: str) -> int:
-    """The GPU's index of an engine: 3 of "pe0/3"."""
+    """The index of an engine's GPU, or of its first: 3 of "pe0/3"."""
     return int(engine.partition("/")[2])
 
 
@@ -56,15 +59,17 @@ def split_ids(data: bytes) -> list[BlockId]:
 
 
 class Group(msgspec.Struct, frozen=True):
-    """Engines that run in step: all ``gpus`` of a role under expert parallelism, else one engine.
+    """GPUs that run in step: all of a role under expert parallelism, else those of one engine.
 
-    ``ring``: how their exchanges cross the compute network; None where no byte of them does.
+    ``ring``: how their exchanges cross the compute network; None where no byte of them does. ``pairs``: of an
+    engine's own GPUs, how many times a layer they reduce and gather activations; 0 where experts are exchanged.
     """
 
     name: str
     nodes: int
     gpus: int
     ring: Ring | None = None
+    pairs: int = 0
 
 
 class Deployment:
@@ -79,11 +84,33 @@ class Deployment:
             raise ConfigError(f"scale: {error}") from None
         self.layout = Layout(self.shape.layers, config.scale.kv_bytes, config.engine.block_tokens)
         self.system: System = SYSTEMS[config.replay.system]
+        self._check_tensor_parallel()
         if self.system.pool and not self.pool_blocks:
             block_gb = self.scale.model_bytes(self.layout.full_block_bytes) / GB
             raise ConfigError(
                 f"[engine] pool_gb = {config.engine.pool_gb}: expected room for a block of {block_gb:.3g} GB"
             )
+
+    def _check_tensor_parallel(self) -> None:
+        gpus = self.tensor_parallel
+        if gpus == 1:
+            return
+        for member in self.config.members:
+            if member.role in ("pe", "de") and member.engines % gpus:
+                raise ConfigError(
+                    f"[engine] tensor_parallel = {gpus}: expected a divisor of the {member.engines} GPUs of"
+                    f" {member.name}"
+                )
+        if self.shape.activation_width is None:
+            raise ConfigError(
+                f"model {self.config.model.name}: hidden: missing; with [engine] tensor_parallel = {gpus} expected"
+                " the elements of a token's activation (hidden_size), which the GPUs of an engine exchange"
+            )
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs of one engine."""
+        return self.config.engine.tensor_parallel
 
     @property
     def reads(self) -> Reads:
@@ -130,7 +157,8 @@ class Deployment:
 
     @cached_property
     def costs(self) -> CostModel:
-        return load_costs(self.shape, Path(self.config.model.costs) if self.config.model.costs else None)
+        table = Path(self.config.model.costs) if self.config.model.costs else None
+        return load_costs(self.shape, table, self.tensor_parallel)
 
     @cached_property
     def pe_engines(self) -> tuple[str, ...]:
@@ -154,7 +182,19 @@ class Deployment:
 
     def engines_of(self, node: str) -> tuple[str, ...]:
         """The engines of one node."""
-        return tuple(f"{m.name}/{gpu}" for m in self.config.members if m.name == node for gpu in range(m.engines))
+        step = self.tensor_parallel
+        return tuple(
+            f"{m.name}/{gpu}" for m in self.config.members if m.name == node for gpu in range(0, m.engines, step)
+        )
+
+    def gpus_of(self, engine: str) -> tuple[str, ...]:
+        """The GPUs of one engine, named as engines of one GPU are."""
+        node, first = engine_node(engine), engine_gpu(engine)
+        return tuple(f"{node}/{gpu}" for gpu in range(first, first + self.tensor_parallel))
+
+    def node_gpus(self, node: str) -> tuple[str, ...]:
+        """The GPUs of all engines of one node."""
+        return tuple(gpu for engine in self.engines_of(node) for gpu in self.gpus_of(engine))
 
     @property
     def expert_groups(self) -> tuple[tuple[str, ...], ...]:
@@ -165,31 +205,48 @@ class Deployment:
         """The node's engines by group: one group of all where experts are spread over them, else one for each."""
         engines = self.engines_of(node)
         if self.shape.experts is None:
-            return [((engine,), Group(engine, 1, 1)) for engine in engines]
+            return [((engine,), self.tensor_group(engine)) for engine in engines]
         role = next(member.role for member in self.config.members if member.name == node)
         return [(engines, self._expert_group(role))]
 
+    def tensor_group(self, engine: str) -> Group:
+        """The GPUs of one engine, as they exchange activations."""
+        gpus = self.gpus_of(engine)
+        ring = None
+        if len(gpus) > 1 and self.config.replay.ep_over == "cnic":
+            ring = Ring(engine, (engine_node(engine),), self._hops(gpus, 1))
+        return Group(engine, 1, len(gpus), ring, pairs=2 if self.shape.experts is None else 1)
+
     def _expert_group(self, role: str) -> Group:
         nodes = self.named(role)
-        engines = self._engines(role)
-        if self.config.replay.ep_over == "cnic":
-            after = [*engines[1:], engines[0]]
-        else:
-            # GPUs of one rank exchange between nodes; inside of a node there is NVLink.
-            count = len(self.engines_of(nodes[0]))
-            after = [*engines[count:], *engines[:count]]
-        hops = tuple((self.gpu(a), self.gpu(b)) for a, b in zip(engines, after, strict=True) if a != b)
-        return Group(role, len(nodes), len(engines), Ring(role, nodes, hops) if hops else None)
+        gpus = tuple(gpu for node in nodes for gpu in self.node_gpus(node))
+        # GPUs of one rank exchange between nodes; inside of a node there is NVLink.
+        hops = self._hops(gpus, 1 if self.config.replay.ep_over == "cnic" else len(self.node_gpus(nodes[0])))
+        return Group(role, len(nodes), len(gpus), Ring(role, nodes, hops) if hops else None)
 
-    def exchange_volume(self, group: Group, tokens: int) -> Volume | None:
-        """Model bytes that one GPU of the group sends in a layer for ``tokens`` tokens; None for a dense model."""
+    def _hops(self, gpus: Sequence[str], step: int) -> tuple[tuple[Endpoint, Endpoint], ...]:
+        """From each GPU to the one ``step`` further on, around; none where that is itself."""
+        after = [*gpus[step:], *gpus[:step]]
+        return tuple((self.gpu(a), self.gpu(b)) for a, b in zip(gpus, after, strict=True) if a != b)
+
+    def exchange_volume(self, group: Group, mean_tokens: float) -> Volume | None:
+        """Model bytes that one GPU of the group sends in a layer for ``mean_tokens`` new tokens a GPU.
+
+        None where GPUs have nothing to exchange: one alone, of a dense model.
+        """
+        over = self.config.replay.ep_over
+        if group.pairs:
+            width = self.shape.activation_width
+            if group.gpus == 1 or width is None:
+                return None
+            return tensor_volume(width, round(mean_tokens * group.gpus), group.gpus, pairs=group.pairs, over=over)
         if self.shape.experts is None:
             return None
-        over = self.config.replay.ep_over
+        tokens = math.ceil(mean_tokens)
         return layer_volume(self.shape.experts, tokens, nodes=group.nodes, gpus=group.gpus, over=over)
 
     def _engines(self, role: str) -> tuple[str, ...]:
-        return tuple(f"{m.name}/{gpu}" for m in self.config.members if m.role == role for gpu in range(m.engines))
+        return tuple(engine for node in self.named(role) for engine in self.engines_of(node))
 
     def _blocks_of(self, gigabytes: float) -> int:
         return self.scale.payload_bytes(int(gigabytes * GB)) // self.layout.full_block_bytes
@@ -198,11 +255,12 @@ class Deployment:
     def limits(self) -> Limits:
         """Capacities of one node's buffers and one engine's HBM."""
         engine = self.config.engine
-        pe_hbm_bytes = self.scale.payload_bytes(int(engine.pe_hbm_kv_gb * GB))
+        gpus = self.tensor_parallel
+        pe_hbm_bytes = self.scale.payload_bytes(int(engine.pe_hbm_kv_gb * gpus * GB))
         return Limits(
             pe_buffer_blocks=self._blocks_of(engine.pe_buffer_gb),
             de_buffer_blocks=self._blocks_of(engine.de_buffer_gb),
-            de_hbm_pages=self._blocks_of(engine.de_hbm_kv_gb),
+            de_hbm_pages=self._blocks_of(engine.de_hbm_kv_gb * gpus),
             pe_hbm_tokens=pe_hbm_bytes // (self.layer_slots * self.layout.kv_bytes),
         )
 

@@ -79,7 +79,9 @@ def _serial_s(deployment: Deployment, trajectory: Trajectory, hits: list[int], b
     """
     costs, layers = deployment.costs, deployment.shape.layers
     fastest = 1 - deployment.config.engine.hardware_deviation
-    pe_gpus, de_gpus = (len(engines) for engines in deployment.expert_groups or (("",), ("",)))
+    pe_gpus, de_gpus = (
+        len(engines) * costs.tensor_parallel for engines in deployment.expert_groups or (("",), ("",))
+    )
     total_s = trajectory.turns[0].arrival_s or 0.0
     thinks = deployment.config.replay.think == "trace"
     for turn, blocks in zip(trajectory.turns, hits, strict=True):

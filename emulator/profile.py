@@ -29,7 +29,7 @@ NEW = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 class Profile:
     """What the scheduler of one deployment is told. Tokens are of whole prompts, cached ones included.
 
-    ``alpha_tokens``: a node reads them in alpha_s. ``beta_tokens``: a GPU processes them in beta_s, in forwards of
+    ``alpha_tokens``: a node reads them in alpha_s. ``beta_tokens``: an engine processes them in beta_s, in forwards of
     ``requests`` requests of ``cached`` and ``append`` tokens each. ``points`` were timed for the fit.
     """
 
@@ -57,7 +57,7 @@ def profile(
     cached: int = 32768,
     append: int = 429,
 ) -> Profile:
-    """Profile a GPU, and a node with storage NICs of ``snic_model_bps`` model bytes per second in all.
+    """Profile an engine, and a node with storage NICs of ``snic_model_bps`` model bytes per second in all.
 
     beta is of forwards with as many requests of ``append`` new tokens behind ``cached`` (the paper's mean round at
     64K) as fit ``quota_s`` of attention and ``batch_tokens`` new tokens, at least one; what their exchanges with
@@ -72,7 +72,7 @@ def profile(
     layers = costs.shape.layers
     attention_s = layers * hardware.attention_layer_s([(cached, append)])
     requests = max(1, min(int(quota_s / attention_s), batch_tokens // append))
-    forward_s = requests * attention_s + layers * hardware.rest_layer_s(requests * append)
+    forward_s = requests * attention_s + layers * hardware.rest_layer_s(requests * append / costs.tensor_parallel)
     gpu_tokens_per_s = requests * (cached + append) / forward_s
     read_tokens_per_s = snic_model_bps / costs.shape.kv_bytes_per_token
     cached_axis = CACHED if measured is None else _within(CACHED, measured.cached)

@@ -117,7 +117,7 @@ def binding(records: RunRecords, setup: Setup) -> Binding | None:
     A class is a role, a kind of port and a direction (``pe snic write``), or DRAM as a whole. An engine's
     utilisation is the part of the time in which it has a batch, waits for KV inside a batch included. Where the
     engines bind and most of that time is attention, or waiting for an exchange of the group, the class is named
-    ``prefill attention`` or ``expert exchange``. Memory's *size* is not among the classes: a buffer is full when
+    ``prefill attention``, ``expert exchange`` or ``tensor exchange``. Memory's *size* is not among the classes: a buffer is full when
     what empties it is slow, so that it would hide what binds; what requests wait for it is ``allocating``, how
     full it was ``pool_peaks``.
     """
@@ -152,14 +152,15 @@ def binding(records: RunRecords, setup: Setup) -> Binding | None:
 
 def _dominant(records: RunRecords) -> str:
     """What the prefill engines' time mostly is."""
-    busy = attention = exchange = 0.0
+    busy = attention = exchange = tensors = 0.0
     for node in records.nodes:
         engines = {batch.engine for batch in node.batches}
         busy += math.fsum(b.ended_s - b.started_s for b in node.batches)
         attention += math.fsum(b.attention_s for b in node.batches)
-        # All engines of a node wait for each of its exchanges.
-        exchange += len(engines) * math.fsum(e.total_s for e in node.exchanges)
-    parts = {"prefill attention": attention, "expert exchange": exchange}
+        # All engines of a node wait for each exchange of their group; one engine waits for those of its own GPUs.
+        exchange += len(engines) * math.fsum(e.total_s for e in node.exchanges if e.ring not in engines)
+        tensors += math.fsum(e.total_s for e in node.exchanges if e.ring in engines)
+    parts = {"prefill attention": attention, "expert exchange": exchange, "tensor exchange": tensors}
     largest = max(parts, key=lambda name: parts[name])
     return largest if parts[largest] > DOMINANT * busy else COMPUTE
 

@@ -31,6 +31,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "policy",
             "costmodel",
             "experts",
+            "tensors",
             "hardware",
             "predictor",
             "profile",
@@ -45,7 +46,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "fabric": ("fabric.*",),
     "keeping": ("store", "roles.leases", "roles.withdrawal", "policy.plugin"),
     "traffic": (
-        *("roles.traffic", "roles.blockio", "roles.drampool", "roles.lockstep", "roles.leader"),
+        *("roles.traffic", "roles.striped", "roles.blockio", "roles.drampool", "roles.lockstep", "roles.leader"),
         *("shaper", "watch"),
     ),
     "serving": ("roles.serving",),

@@ -81,7 +81,7 @@ class _Forward:
         attention_s = [load] if isinstance(load, float) else load
         end_s, ends = step.started_s, []
         for layer in range(self.layers):
-            end_s = await step.layer(layer, end_s + attention_s[layer % len(attention_s)])
+            end_s = await step.layer(engine, layer, end_s + attention_s[layer % len(attention_s)])
             ends.append(end_s)
             await fabric.sleep_until(end_s)
         self.ends_s[engine] = ends

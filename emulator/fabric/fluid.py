@@ -362,8 +362,6 @@ class FluidFabric(Fabric):
         if remote is None:
             raise ProtocolViolation(f"{peer.node} has no region {target.region!r}")
         for segment in segments:
-            if not segment.size_bytes:
-                raise ValueError("a message of no bytes: expected at least one extent")
             if _end(segment.local) > local.size_bytes:
                 raise ValueError(
                     f"gather ends at {_end(segment.local)}, region {local.name!r} has {local.size_bytes} bytes"
@@ -445,4 +443,4 @@ class FluidFabric(Fabric):
 
 
 def _end(extents: Sequence[Extent]) -> int:
-    return max(extent.end for extent in extents)
+    return max((extent.end for extent in extents), default=0)

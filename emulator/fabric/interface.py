@@ -169,7 +169,10 @@ class Region:
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """One message: bytes of ``local`` (gather) go to ``remote`` (scatter), in order; equal totals."""
+    """One message: bytes of ``local`` (gather) go to ``remote`` (scatter), in order; equal totals.
+
+    Both may be empty: a message of no bytes keeps its place in the queue pair, marks its tag and is counted.
+    """
 
     local: tuple[Extent, ...]
     remote: tuple[Extent, ...]

@@ -261,7 +261,10 @@ class Reception:
 
     async def _place(self, header: Header, memory: npt.NDArray[np.uint8], now_s: float) -> None:
         """Bring the payload to where the header says, no faster than it may."""
-        size, first = header.payload_bytes, header.extents[0]
+        size = header.payload_bytes
+        if not size:
+            return
+        first = header.extents[0]
         in_place = len(header.extents) == 1 and first.contiguous
         held, paid, toll = self._end - self._start, size, self._toll
         if toll is not None:

@@ -354,7 +354,9 @@ class PostedStream(WriteStream):
 
 
 def _payload(memory: npt.NDArray[np.uint8], extents: Sequence[Extent], size_bytes: int) -> list[Buffer]:
-    """The gather list of a message: in place where runs are long, else copied together."""
+    """The gather list of a message: in place where runs are long, else copied together; nothing for no bytes."""
+    if not extents:
+        return []
     if len(extents) == 1 and extents[0].contiguous:
         return [memory.data[extents[0].offset : extents[0].end]]
     if size_bytes < LONG_RUN_BYTES * sum([e.count for e in extents]):

@@ -174,8 +174,8 @@ def encode_header(
     """
     if len(region) > MAX_TEXT_BYTES or len(tag) > MAX_TEXT_BYTES:
         raise ValueError(f"region and tag may have {MAX_TEXT_BYTES} bytes each, got {len(region)} and {len(tag)}")
-    if not 1 <= len(extents) <= MAX_EXTENTS:
-        raise ValueError(f"a message has 1 to {MAX_EXTENTS} extents, got {len(extents)}")
+    if len(extents) > MAX_EXTENTS:
+        raise ValueError(f"a message has at most {MAX_EXTENTS} extents, got {len(extents)}")
     fixed = _FIXED.pack(_HEADER_MAGIC, transfer, len(region), len(tag), len(extents), payload_bytes)
     packed = [_EXTENT.pack(e.offset, e.size, e.count, e.stride) for e in extents]
     return b"".join((fixed, region, tag, *packed))
@@ -193,8 +193,8 @@ def decode_header(buffer: memoryview, start: int, end: int) -> Header | None:
         raise ProtocolViolation(
             f"message opens with bytes {magic:#x} {kind:#x}, expected {_HEADER_MAGIC:#x} and a transfer"
         )
-    if not 1 <= count <= MAX_EXTENTS:
-        raise ProtocolViolation(f"message of {count} extents, expected 1 to {MAX_EXTENTS}")
+    if count > MAX_EXTENTS:
+        raise ProtocolViolation(f"message of {count} extents, expected at most {MAX_EXTENTS}")
     name_at = start + _FIXED.size
     tag_at = name_at + name_size
     extents_at = tag_at + tag_size

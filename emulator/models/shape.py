@@ -142,7 +142,8 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ``kv_bytes``: per token and layer. ``active_params``: used per token, attention scores apart.
     ``weight_bytes_per_gpu``: resident on one GPU under the deployment's parallelism, read by every forward.
     ``compute``: the precision of its matrix products. Overheads: fixed time per layer of a forward.
-    ``experts``: None for a dense model, whose GPUs exchange nothing.
+    ``experts``: None for a dense model. ``hidden``: elements of a token's activation, which tensor-parallel engines
+    exchange; a model with experts says it there, and a dense one need not say it where an engine is one GPU.
     """
 
     name: str
@@ -155,8 +156,16 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     decode_layer_overhead_us: float
     attention: Attention
     experts: Experts | None = None
+    hidden: int | None = None
 
     def __post_init__(self) -> None:
+        if self.hidden is not None:
+            _at_least_one(self, "hidden")
+            _at_most(self, {"hidden": _MOST_OF_EXPERTS["hidden"]})
+            if self.experts is not None and self.experts.hidden != self.hidden:
+                raise ValueError(
+                    f"hidden = {self.hidden}: expected experts.hidden = {self.experts.hidden}, or none"
+                )
         _at_least_one(self, "layers", "kv_bytes", "active_params", "weight_bytes_per_gpu")
         for name in ("prefill_layer_overhead_us", "decode_layer_overhead_us"):
             if not getattr(self, name) >= 0:
@@ -167,6 +176,11 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
                 f"attention.indexer_kv_bytes = {self.attention.indexer_kv_bytes}: expected a part of "
                 f"kv_bytes = {self.kv_bytes}"
             )
+
+    @property
+    def activation_width(self) -> int | None:
+        """Elements of a token's activation between layers; None where the model's file does not say."""
+        return self.hidden if self.experts is None else self.experts.hidden
 
     @property
     def kv_bytes_per_token(self) -> int:

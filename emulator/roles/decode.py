@@ -257,7 +257,7 @@ class DecodeNode:
             request.buffer_base,
             () if request.pages is None else request.pages.runs,
         )
-        marks = self._fabric.marks(miss_tag(request.id))
+        marks = self._traffic.marks(miss_tag(request.id))
         answered = False
 
         async def cancel() -> None:
@@ -329,7 +329,7 @@ class DecodeNode:
             source = self._deployment.host(request.engine.name)
         ends = (source, self._deployment.gpu(message.pe), hbm_region(engine_gpu(message.pe)))
         segments = load_segments(layout, rows, message.first, message.tokens, message.slots)
-        marks = self._fabric.marks(miss_tag(request.id))
+        marks = self._traffic.marks(miss_tag(request.id))
         before = message.chunk * layers
         tag = load_tag(request.id, message.chunk, message.transfer)
         async with self._traffic.stream(

@@ -166,7 +166,7 @@ class DecodeSequence:
 
 
 class DecodeEngine:
-    """One GPU: paged HBM and a continuous batch of all its sequences."""
+    """One GPU, or a few as one: paged HBM and a continuous batch of all its sequences."""
 
     def __init__(self, deployment: Deployment, fabric: Fabric, backend: Backend, name: str) -> None:
         self.name = name

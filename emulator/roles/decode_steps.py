@@ -64,32 +64,38 @@ class DecodeGroup:
             # However late this process is, none decodes before its KV was there, and none delays the others.
             for engine in self._engines:
                 engine.admit(started_s)
-            attention_s = max(engine.attention_s() for engine in self._engines)
             if self._lockstep.group.ring is None:
-                step_s = await self._alone(attention_s)
+                step_s = await self._alone()
                 steps = await self._sleep_steps(started_s, step_s)
             else:
-                step_s, steps = await self._together(started_s, attention_s) - started_s, 1
+                step_s, steps = await self._together(started_s) - started_s, 1
                 await self._fabric.sleep_until(started_s + step_s)
             for engine in self._engines:
                 await engine.advance(steps, started_s, step_s)
             started_s += steps * step_s
             self.steps += steps
 
-    async def _alone(self, attention_s: float) -> float:
+    async def _alone(self) -> float:
         """The length of a step with these batches, for a group without others."""
         mean = self._tokens() / self._lockstep.group.gpus
         layers = self._deployment.layout.layers
-        exchanged_s, _ = await self._lockstep.exchange_layers(layers, mean, attention_s)
+        exchanged_s, _ = await self._lockstep.exchange_layers(layers, mean, await self._attended(0.0))
         return exchanged_s + self._deployment.hardware.decode_rest_s(mean)
 
-    async def _together(self, started_s: float, attention_s: float) -> float:
+    async def _together(self, started_s: float) -> float:
         """One step of a group that spans ports; when it ends."""
-        here = self._tokens()
+        here, gpus = self._tokens(), len(self._engines) * self._deployment.tensor_parallel
         exchanged_s, total = await self._lockstep.exchange_layers(
-            self._deployment.layout.layers, here / len(self._engines), started_s + attention_s, here
+            self._deployment.layout.layers, here / gpus, await self._attended(started_s), here
         )
         return exchanged_s + self._deployment.hardware.decode_rest_s(total / self._lockstep.group.gpus)
+
+    async def _attended(self, started_s: float) -> float:
+        """When attention of a step that begins at ``started_s`` is over on all engines here."""
+        return await self._lockstep.all_attended(
+            self._deployment.layout.layers,
+            {engine.name: (len(engine.batch), started_s + engine.attention_s()) for engine in self._engines},
+        )
 
     def _tokens(self) -> int:
         return sum(len(engine.batch) for engine in self._engines)

@@ -185,7 +185,7 @@ class DramPool:
     def _rails(self, reader: str) -> list[tuple[Endpoint, Endpoint]]:
         """NICs of this node and of ``reader`` in pairs, so that each of the node with more has its turn."""
         here, there = (
-            [self._deployment.host(engine) for engine in self._deployment.engines_of(node)]
+            [self._deployment.host(gpu) for gpu in self._deployment.node_gpus(node)]
             for node in (self._fabric.node, reader)
         )
         return [(here[at % len(here)], there[at % len(there)]) for at in range(max(len(here), len(there)))]

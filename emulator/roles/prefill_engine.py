@@ -115,7 +115,7 @@ class _Seat:
 
 
 class PrefillEngine:
-    """One GPU: a queue of jobs whose hit is in DRAM, one forward at a time."""
+    """One GPU, or a few as one: a queue of jobs whose hit is in DRAM, one forward at a time."""
 
     def __init__(
         self, deployment: Deployment, fabric: Fabric, backend: Backend, traffic: Traffic, name: str, buffer: Region
@@ -287,7 +287,7 @@ class PrefillEngine:
         )
         for transfer, first, tokens in parts:
             if tokens:
-                marks.append(self._fabric.marks(load_tag(job.id, chunk.index, transfer)))
+                marks.append(self._traffic.marks(load_tag(job.id, chunk.index, transfer)))
                 if transfer is Transfer.PE_H2D:
                     loads.start_soon(self._load, chunk, seat, out, first, tokens)
                 else:
@@ -343,7 +343,7 @@ class PrefillEngine:
             for index, (chunk, seat) in enumerate(zip(batch, seats, strict=True)):
                 kv = seat.kv[layer % slots][: sum(chunk.shape)]
                 states[index] = self._backend.layer(layer, states[index], kv, chunk.cached)
-            end_s = await step.layer(layer, end_s + attention_s)
+            end_s = await step.layer(self.name, layer, end_s + attention_s)
             await self._fabric.sleep_until(end_s)
             if not self._resident:
                 for out in outs:
