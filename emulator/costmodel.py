@@ -6,20 +6,21 @@ Pure but for reading a table. A layer of a forward takes, on one GPU::
     + the rest  max(FLOPs of its matrix products / achieved rate, resident weight bytes / HBM bandwidth)
                 + a fixed overhead
 
-The two are apart because the GPUs of an expert-parallel group wait for each other between them; exchanging tokens
-with their experts (``experts``) and that wait are not in either, nor are the collectives of a tensor-parallel
-engine (``tensors``). Of such an engine of t GPUs attention takes 1/t of the time, as heads, or the tokens of a
-context, and the KV that they read are spread over its GPUs. The rest is counted by GPU: of its tokens a GPU computes
-the share 1/t, which is what one of t GPUs with 1/t of every matrix takes for all of them; of a dense model's weights
-it reads 1/t, while resident weights beside experts are a GPU's already and stay as they are (the attention's among
-them, which are a small part). What a layer costs whatever its size, its overhead, every GPU pays whole. Peaks are data-sheet numbers. Achieved rates are
-not: each says below whether somebody published it or it is assumed here.
+The two are apart because the GPUs of an expert-parallel group wait for each other between them; exchanging
+tokens with their experts (``experts``) and that wait are not in either, nor are the collectives of a
+tensor-parallel engine (``tensors``). Of such an engine of t GPUs attention takes 1/t of the time, as heads,
+or the tokens of a context, and the KV that they read are spread over its GPUs. The rest is counted by GPU: of
+its tokens a GPU computes the share 1/t, which is what one of t GPUs with 1/t of every matrix takes for all of
+them; of a dense model's weights it reads 1/t, while resident weights beside experts are a GPU's already and
+stay as they are (the attention's among them, which are a small part). What a layer costs whatever its size,
+its overhead, every GPU pays whole. Peaks are data-sheet numbers. Achieved rates are not: each says below
+whether somebody published it or it is assumed here.
 
-A measured table (CSV ``cached,bsz,ms``) replaces the time of prefill forwards. It is a full grid, read by bilinear
-interpolation; outside of it there is no answer, only an error. It does not tell attention from the rest: what
-remains of its shortest context's times without that context's attention by the formula is the rest, of which no
-context knows; all else is attention. The times are of the whole engine that was measured, however many GPUs it has,
-and its collectives are charged beside them.
+A measured table (CSV ``cached,bsz,ms``) replaces the time of prefill forwards. It is a full grid, read by
+bilinear interpolation; outside of it there is no answer, only an error. It does not tell attention from the
+rest: what remains of its shortest context's times without that context's attention by the formula is the
+rest, of which no context knows; all else is attention. The times are of the whole engine that was measured,
+however many GPUs it has, and its collectives are charged beside them.
 """
 
 from __future__ import annotations

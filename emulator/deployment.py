@@ -1,8 +1,8 @@
 """What follows from a run's configuration: engine names, block arithmetic, capacities, who keeps which block.
 
-Pure. Every role is given one ``Deployment`` and reads its sizes here, so that no two of them can disagree.
-An engine is named ``node/gpu`` ("pe0/3") and uses its GPU's paired NIC (``cnic3``). A tensor-parallel one is named by
-the first of its GPUs, which are neighbours, and uses the NICs of all of them.
+Pure. Every role is given one ``Deployment`` and reads its sizes here, so that no two of them can disagree. An
+engine is named ``node/gpu`` ("pe0/3") and uses its GPU's paired NIC (``cnic3``). A tensor-parallel one is
+named by the first of its GPUs, which are neighbours, and uses the NICs of all of them.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ _OCTAVES = (6.0, 24.0)
 
 @dataclass(frozen=True)
 class Hardware:
-    """Times of one engine's passes as they happen, in model seconds. ``deviation`` 0 is the formula, to the bit."""
+    """Times of one engine's passes as they happen, in model seconds. ``deviation`` 0 is the formula, to the
+    bit."""
 
     costs: CostModel
     seed: int

@@ -29,8 +29,9 @@ NEW = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 class Profile:
     """What the scheduler of one deployment is told. Tokens are of whole prompts, cached ones included.
 
-    ``alpha_tokens``: a node reads them in alpha_s. ``beta_tokens``: an engine processes them in beta_s, in forwards of
-    ``requests`` requests of ``cached`` and ``append`` tokens each. ``points`` were timed for the fit.
+    ``alpha_tokens``: a node reads them in alpha_s. ``beta_tokens``: an engine processes them in beta_s, in
+    forwards of ``requests`` requests of ``cached`` and ``append`` tokens each. ``points`` were timed for the
+    fit.
     """
 
     alpha_tokens: int

@@ -2,9 +2,10 @@
 
 Pure; model bytes in volumes, payload bytes in stripes.
 
-Collectives. Where a layer's matrices are cut over t GPUs, their partial sums are added up and what each GPU goes on
-with is gathered again: a ReduceScatter and an AllGather, once after attention and once after the FFN (Megatron-LM's
-all-reduces, in two halves as with sequence parallelism). In each, a GPU of a ring sends and receives ::
+Collectives. Where a layer's matrices are cut over t GPUs, their partial sums are added up and what each GPU
+goes on with is gathered again: a ReduceScatter and an AllGather, once after attention and once after the FFN
+(Megatron-LM's all-reduces, in two halves as with sequence parallelism). In each, a GPU of a ring sends and
+receives ::
 
     (t - 1)/t x tokens x hidden x bytes of an element
 
@@ -12,12 +13,12 @@ Where experts stand in the FFN's place, tokens reach them by expert parallelism 
 attention is the only one. The two pairs of a layer are charged as one exchange between attention and FFN, as
 dispatch and combine are.
 
-KV. A token's KV in a layer is one row, and each of an engine's GPUs holds, sends and receives 1/t of the rows. That
-is exact, in bytes, for heads that are cut over the GPUs (t up to the number of KV heads, 8 for Qwen2.5-32B) and for
-contexts that are (context parallelism). Plain tensor parallelism over MLA, which has a single latent head, keeps a
-copy of all KV on every GPU instead: t times the bytes through every CNIC, and no more HBM. That is not modelled: it
-is why engines of such models attend data-parallel or cut the context, and a baseline that did it would be beaten
-for a reason that has nothing to do with storage.
+KV. A token's KV in a layer is one row, and each of an engine's GPUs holds, sends and receives 1/t of the
+rows. That is exact, in bytes, for heads that are cut over the GPUs (t up to the number of KV heads, 8 for
+Qwen2.5-32B) and for contexts that are (context parallelism). Plain tensor parallelism over MLA, which has a
+single latent head, keeps a copy of all KV on every GPU instead: t times the bytes through every CNIC, and no
+more HBM. That is not modelled: it is why engines of such models attend data-parallel or cut the context, and
+a baseline that did it would be beaten for a reason that has nothing to do with storage.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ ELEMENT_BYTES = 2
 
 
 def tensor_volume(hidden: int, tokens: int, gpus: int, *, pairs: int, over: Literal["nvlink", "cnic"]) -> Volume:
-    """Model bytes that one GPU of an engine of ``gpus`` GPUs sends in a layer with ``pairs`` ReduceScatters and
+    """Model bytes that one GPU of an engine of ``gpus`` GPUs sends in a layer of ``pairs`` collective pairs.
 
-    AllGathers of ``tokens`` tokens of ``hidden`` elements. ``over``: which of its links carries them. ValueError for
-    negative tokens or pairs, and for less than one GPU or element.
+    ``tokens`` tokens of ``hidden`` elements are reduced and gathered in each. ``over``: which of the GPU's links
+    carries them. ValueError for negative tokens or pairs, and for less than one GPU or element.
     """
     if gpus < 1 or hidden < 1 or tokens < 0 or pairs < 0:
         raise ValueError(
-            f"{tokens} tokens of {hidden} elements over {gpus} GPUs, {pairs} pairs: expected none below 0, and GPUs"
-            " and elements"
+            f"{tokens} tokens of {hidden} elements over {gpus} GPUs, {pairs} pairs: expected none below 0, and"
+            " GPUs and elements"
         )
     sent = 2 * pairs * tokens * hidden * ELEMENT_BYTES * (gpus - 1) // gpus
     return Volume(nvlink_bytes=sent, cnic_bytes=0) if over == "nvlink" else Volume(nvlink_bytes=0, cnic_bytes=sent)
@@ -71,12 +72,13 @@ def cut(extents: Iterable[Extent], sizes: Sequence[int]) -> list[tuple[Extent, .
     extent, at = next(todo, None), 0
     for size in sizes:
         piece: list[Extent] = []
-        while size:
+        left = size
+        while left:
             if extent is None:
                 raise ValueError(f"pieces of {list(sizes)} bytes are more than the extents have")
-            take = min(size, extent.total - at)
+            take = min(left, extent.total - at)
             piece += _slice(extent, at, at + take)
-            size -= take
+            left -= take
             at += take
             if at == extent.total:
                 extent, at = next(todo, None), 0

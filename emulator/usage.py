@@ -115,11 +115,11 @@ def binding(records: RunRecords, setup: Setup) -> Binding | None:
     """What limits the run: of every class of ports, and of the prefill engines, the one busiest on average.
 
     A class is a role, a kind of port and a direction (``pe snic write``), or DRAM as a whole. An engine's
-    utilisation is the part of the time in which it has a batch, waits for KV inside a batch included. Where the
-    engines bind and most of that time is attention, or waiting for an exchange of the group, the class is named
-    ``prefill attention``, ``expert exchange`` or ``tensor exchange``. Memory's *size* is not among the classes: a buffer is full when
-    what empties it is slow, so that it would hide what binds; what requests wait for it is ``allocating``, how
-    full it was ``pool_peaks``.
+    utilisation is the part of the time in which it has a batch, waits for KV inside a batch included. Where
+    the engines bind and most of that time is attention, or waiting for an exchange of the group, the class is
+    named ``prefill attention``, ``expert exchange`` or ``tensor exchange``. Memory's *size* is not among the
+    classes: a buffer is full when what empties it is slow, so that it would hide what binds; what requests
+    wait for it is ``allocating``, how full it was ``pool_peaks``.
     """
     ports = utilisation(records, setup)
     if ports is None:

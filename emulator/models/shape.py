@@ -142,8 +142,9 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     ``kv_bytes``: per token and layer. ``active_params``: used per token, attention scores apart.
     ``weight_bytes_per_gpu``: resident on one GPU under the deployment's parallelism, read by every forward.
     ``compute``: the precision of its matrix products. Overheads: fixed time per layer of a forward.
-    ``experts``: None for a dense model. ``hidden``: elements of a token's activation, which tensor-parallel engines
-    exchange; a model with experts says it there, and a dense one need not say it where an engine is one GPU.
+    ``experts``: None for a dense model. ``hidden``: elements of a token's activation, which tensor-parallel
+    engines exchange; a model with experts says it there, and a dense one need not say it where an engine is
+    one GPU.
     """
 
     name: str

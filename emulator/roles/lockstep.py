@@ -80,7 +80,8 @@ class Lockstep:
         return max(exchanged.over_s, exchanged.started_s + nvlink_s), exchanged.total
 
     async def attended(self, engine: str, layers: int, tokens: int, ready_s: float) -> float:
-        """When the GPUs of ``engine`` have exchanged what its attention of ``layers`` layers, over at ``ready_s``, gave.
+        """When the GPUs of ``engine`` have exchanged what its attention of ``layers`` layers, over at
+        ``ready_s``, gave.
 
         At once where that is part of the group's exchange.
         """

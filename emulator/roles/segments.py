@@ -140,6 +140,7 @@ def miss_tag(request: str) -> str:
 def work_requests(segment: Segment) -> int:
     """RDMA writes that one message takes: one for each run that is contiguous on both sides, counted by the side
 
-    that is cut into more runs (a work request gathers, but writes to one address). A message of no bytes takes one.
+    that is cut into more runs (a work request gathers, but writes to one address). A message of no bytes
+    takes one.
     """
     return max(1, *(sum(extent.count for extent in side) for side in (segment.local, segment.remote)))

@@ -1,9 +1,10 @@
 """Several queue pairs as one: a stream in parts, the marks of its tags, and how a segment is cut for them.
 
-The GPUs of a tensor-parallel engine have a NIC each. A segment goes in as many parts as there are GPUs, each over its
-own queue pair, and is in place when all of its parts are. Parts of different segments may overtake one another, as
-queue pairs keep no order among themselves; so each has a tag of its own, and the first n messages are there when the
-first n of every tag are. A part of no rows is sent all the same, since it is counted there.
+The GPUs of a tensor-parallel engine have a NIC each. A segment goes in as many parts as there are GPUs, each
+over its own queue pair, and is in place when all of its parts are. Parts of different segments may overtake
+one another, as queue pairs keep no order among themselves; so each has a tag of its own, and the first n
+messages are there when the first n of every tag are. A part of no rows is sent all the same, since it is
+counted there.
 """
 
 from __future__ import annotations

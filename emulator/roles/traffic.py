@@ -3,12 +3,13 @@
 Roles say what moves, from where to where; here is decided over which link it goes (the paired CNIC, a GPU's PCIe
 link under ``--copy cuda``, or no link at all for what an oracle gets free) and what submitting it costs.
 
-An engine of several GPUs stripes every transfer over their NICs (``striped``): each carries an equal part, from the
-i-th GPU's NIC of the source to the i-th of the destination. What is free crosses no NIC and is not striped.
+An engine of several GPUs stripes every transfer over their NICs (``striped``): each carries an equal part,
+from the i-th GPU's NIC of the source to the i-th of the destination. What is free crosses no NIC and is not
+striped.
 
-Doorbells. A transfer is a number of work requests, one a contiguous run. Submitting is serial work of a GPU's process:
-one doorbell for each ``doorbell_batch`` RDMA writes, or one call for each CUDA copy, which cannot be batched. The
-transfer may begin when its last doorbell has rung.
+Doorbells. A transfer is a number of work requests, one a contiguous run. Submitting is serial work of a GPU's
+process: one doorbell for each ``doorbell_batch`` RDMA writes, or one call for each CUDA copy, which cannot be
+batched. The transfer may begin when its last doorbell has rung.
 """
 
 from __future__ import annotations
