@@ -492,13 +492,23 @@ def test_a_handlers_error_reaches_the_caller(kind: Kind) -> None:
 
 
 @ANY
-def test_a_message_has_bytes(kind: Kind) -> None:
-    """A message of nothing is refused where it is posted."""
+def test_a_message_of_no_bytes_keeps_its_place(kind: Kind) -> None:
+    """It is placed after what was posted before it, marks its tag and is counted; it places nothing."""
 
     async def law(bed: Bed) -> None:
-        src, here = bed.fabrics["pe0"], bed.regions["pe0"]
-        with pytest.raises(ValueError, match=r"at least one|1 to"):
-            await src.write(data(at("pe0"), at("de0")), here, Segment((), ()))
+        src, dst, here = bed.fabrics["pe0"], bed.fabrics["de0"], bed.regions["pe0"]
+        marks = dst.marks("empty")
+        segments = [straight(MIB, remote=FREE), Segment((), ()), straight(100, remote=FREE + MIB)]
+        async with src.open_stream(data(at("pe0"), at("de0")), here, segments, tag="empty") as stream:
+            stream.release(3)
+            await marks.wait(2)
+            assert np.array_equal(bed.regions["de0"].memory[FREE : FREE + MIB], here.memory[:MIB])
+            await stream.wait_placed(3)
+            await marks.wait(3)
+            assert marks.arrived_s(1) <= marks.arrived_s(2) <= marks.arrived_s(3)
+        for rows in (src.sent(), dst.received()):
+            assert [(row.payload_bytes, row.messages) for row in rows] == [(MIB + 100, 3)]
+        marks.forget()
 
     run_law(kind, law)
 
