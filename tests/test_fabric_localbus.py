@@ -162,19 +162,29 @@ def test_directions_of_a_link_are_apart_and_of_dram_are_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dilation", "rate", "piece"), [(1, 10e6, 10_000), (4, 20e6, 5000), (1, 1e9, 65_536), (1, 1, 4096)]
+    ("dilation", "rate", "link", "dram"),
+    [
+        (1, 10e6, 10_000, 4096),
+        (4, 20e6, 5000, 4096),
+        (8, 710e6, 65_536, 22_187),
+        (1, 1e9, 65_536, 65_536),
+        (1, 1, 4096, 4096),
+    ],
 )
-def test_a_piece_is_a_millisecond_of_the_link(dilation: float, rate: float, piece: int) -> None:
-    """Of wall time, within bounds; DRAM takes messages whole."""
+def test_a_piece_is_a_moment_of_the_bus(dilation: float, rate: float, link: int, dram: int) -> None:
+    """A millisecond of a link, a quarter of one of DRAM, of wall time and within bounds; of both, the smaller."""
     of = LocalBuses("pe0", LocalRates(dram=rate, pcie={"cnic0": rate}), dilation)
-    assert toll(INTO, of=of).piece_bytes == toll(READ, INTO, of=of).piece_bytes == piece
-    assert toll(READ, of=of).piece_bytes > 1 << 60
+    assert [toll(*way, of=of).piece_bytes for way in [(INTO,), (READ, NIC), (READ, INTO)]] == [link, dram, dram]
 
 
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_rate_is_checked_where_it_is_built(rate: float) -> None:
-    """What is no rate is refused by the resource's name."""
-    with pytest.raises(ValueError, match="local rate of dram"):
-        LocalRates(dram=rate)
-    with pytest.raises(ValueError, match="local rate of cnic3"):
-        LocalRates(pcie={"cnic3": rate})
+def test_a_large_message_keeps_nobody_waiting() -> None:
+    """Beside eight NICs that have more and more to read, each at a tenth of DRAM, a small write may go at once."""
+    rate, dilation = 710e6, 8.0
+    timers, of = Timers(0.0), LocalBuses("pe0", LocalRates(dram=rate), dilation)
+    gates = [Gate(toll(READ, NIC, of=of), timers.now, timers.call_at, lambda: None) for _ in range(8)]
+    writes = toll(WRITE, NIC, of=of)
+    for _ in range(100):
+        for gate in gates:
+            assert gate.admit(gate.piece_bytes)
+        assert writes.turn(4000, timers.now()) == timers.now()
+        timers.now_s += 10 * gates[0].piece_bytes / rate

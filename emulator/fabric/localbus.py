@@ -6,9 +6,10 @@ size/rate, whatever a timer does with it: the mean rate is exact. Turns are take
 queue pair has asked for one at a time, of a *piece* at most. So those that always have more share a bus piece by
 piece, equally and without priority, and who is held up elsewhere leaves what he does not take to the others.
 
-DRAM lets turns begin early by ``DEPTH_S`` of wall time and takes messages as a whole: with head-room nobody ever
-waits for it or sets a timer. A PCIe link is hardly faster than its NIC, so there it is pieces of ``PIECE_S`` of
-wall time, what a shaped link hands on at a time, and none is early.
+A piece is a fraction of a millisecond of the bus, so that a large message does not keep the small ones of all
+other NICs waiting for what its own NIC takes long to carry. DRAM lets turns begin early, by the pieces of all
+queue pairs that may ask for one at once: with head-room nobody ever waits for it or sets a timer. A PCIe link is
+hardly faster than its NIC: a piece there is what a shaped link hands on at a time, and none is early.
 
 Pure but for the calls that it is given. Rates are payload bytes per model second, times are model seconds.
 """
@@ -25,12 +26,13 @@ from .wiring import DIRECTIONS, DRAM, Crossing, pcie_of
 
 __all__ = ["Gate", "LocalBuses", "LocalRates", "Toll"]
 
-DEPTH_S = 4e-3
-"""Wall seconds by which DRAM may be behind before anybody waits: some messages of all NICs at once. Assumed."""
+DRAM_PIECE_S = 0.25e-3
+DEPTH_S = 32 * DRAM_PIECE_S
+"""Wall seconds by which DRAM may be behind before anybody waits: a piece each of nine NICs, both directions, some
+on two lanes. Assumed."""
 
-PIECE_S = 1e-3
+PCIE_PIECE_S = 1e-3
 LEAST_PIECE_BYTES, MOST_PIECE_BYTES = 4096, 64 * 1024
-WHOLE_BYTES = 1 << 62
 
 
 class LocalRates(msgspec.Struct, frozen=True):
@@ -138,10 +140,11 @@ class LocalBuses:
     def __init__(self, node: str, rates: LocalRates, dilation: float) -> None:
         self._buses: dict[Crossing, _Bus] = {}
         if rates.dram is not None:
-            both = _Bus(rates.dram, DEPTH_S / dilation, WHOLE_BYTES)
+            piece = _piece_bytes(rates.dram / dilation * DRAM_PIECE_S)
+            both = _Bus(rates.dram, DEPTH_S / dilation, piece)
             self._buses |= {Crossing(node, DRAM, direction): both for direction in DIRECTIONS}
         for nic, rate in rates.pcie.items():
-            piece = min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, int(rate / dilation * PIECE_S)))
+            piece = _piece_bytes(rate / dilation * PCIE_PIECE_S)
             for direction in DIRECTIONS:
                 self._buses[Crossing(node, pcie_of(nic), direction)] = _Bus(rate, 0.0, piece)
 
@@ -149,3 +152,7 @@ class LocalBuses:
         """What ``crossings``, one side of a queue pair, cost; None where none of them is a bus."""
         buses = [self._buses[crossing] for crossing in crossings if crossing in self._buses]
         return Toll(buses, ends_here=len(buses) == len(crossings)) if buses else None
+
+
+def _piece_bytes(size_bytes: float) -> int:
+    return min(MOST_PIECE_BYTES, max(LEAST_PIECE_BYTES, int(size_bytes)))
