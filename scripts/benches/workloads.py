@@ -6,6 +6,7 @@ import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from emulator.traces import write_native
@@ -42,7 +43,8 @@ def said(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def preset_with(name: str, tables: str, folder: Path) -> str:
-    """A copy in ``folder`` of the preset ``name`` with ``tables`` of the emulator's added; the file to run."""
-    path = folder / f"{name}.toml"
-    path.write_text((PRESET_FILES / path.name).read_text() + tables)
-    return str(path)
+    """A new copy in ``folder`` of the preset ``name`` with ``tables`` of the emulator's added; the file to run."""
+    preset = (PRESET_FILES / f"{name}.toml").read_text()
+    with NamedTemporaryFile("w", prefix=f"{name}-", suffix=".toml", dir=folder, delete=False) as file:
+        file.write(preset + tables)
+    return file.name
