@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import msgspec
 
-from topology.lanes import LaneShares
+from topology.lanes import LaneName, LaneShares
 
 from .config import RunConfig
 from .deployment import Deployment
@@ -46,8 +46,8 @@ def simulate(
     wait, and for what. ConfigError where a link is so slow that the run would not end before the horizon of
     virtual time.
     """
-    _check_horizon(config, workload)
     virtual = msgspec.structs.replace(config, scale=msgspec.structs.replace(config.scale, dilation=1.0))
+    _check_horizon(virtual, workload)
     roles: dict[str, Role] = {}
 
     def account() -> str:
@@ -83,7 +83,10 @@ def simulate(
 
 
 def _check_horizon(config: RunConfig, workload: Workload) -> None:
-    """Could the slowest link, or DRAM, carry every request's whole context, one after the other, in time?"""
+    """Could the slowest link, or DRAM, carry every request's whole context, one after the other, in time?
+
+    ``config`` is not dilated.
+    """
     deployment = Deployment(config)
     rates = dict(emulated_rates(config))
     for member in config.members:
@@ -94,7 +97,7 @@ def _check_horizon(config: RunConfig, workload: Workload) -> None:
     (node, nic), rate = min(rates.items(), key=lambda port: port[1])
     token_bytes = deployment.layout.layers * deployment.layout.kv_bytes
     tokens = sum(turn.total_tokens for trajectory in workload.trajectories for turn in trajectory.turns)
-    needed_s = tokens * token_bytes / (rate * config.scale.dilation)
+    needed_s = tokens * token_bytes / rate
     if needed_s > HORIZON_S:
         raise ConfigError(
             f"{node} {nic}: at its rate this workload's contexts take {needed_s:.3g} s of model time, and virtual"
@@ -121,10 +124,14 @@ def fluid_network(config: RunConfig) -> FluidNetwork:
 
 def lane_rules(shares: LaneShares) -> dict[VirtualLane, LaneRule]:
     """The shares of the shaped links as the fluid fabric takes them."""
+    names: dict[VirtualLane, LaneName] = {
+        VirtualLane.MODEL: "high",
+        VirtualLane.KV: "kv",
+        VirtualLane.CONTROL: "control",
+    }
     return {
-        VirtualLane.MODEL: LaneRule(shares.high, shares.high_borrowing.prio),
-        VirtualLane.KV: LaneRule(shares.kv, shares.kv_borrowing.prio),
-        VirtualLane.CONTROL: LaneRule(shares.control, shares.control_borrowing.prio),
+        lane: LaneRule(shares.share(name), (how := shares.borrowing(name)).prio, how.quantum_bytes)
+        for lane, name in names.items()
     }
 
 

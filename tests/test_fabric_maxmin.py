@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emulator.fabric.maxmin import Flow, LaneRule, allocate, max_min
+from topology.lanes import Borrowing, LaneName, LaneShares
 
 from .within import assert_within
 
@@ -120,12 +121,52 @@ def test_a_lane_alone_gets_all(lane: int) -> None:
 
 @pytest.mark.parametrize(
     ("lanes", "shares"),
-    [((MODEL, KV), (0.99, 0.01)), ((CONTROL, KV), (0.99, 0.01)), ((MODEL, CONTROL), (0.995, 0.005))],
+    [((MODEL, KV), (0.99, 0.01)), ((CONTROL, KV), (0.99, 0.01)), ((MODEL, CONTROL), (0.990, 0.010))],
 )
-def test_what_an_absent_lane_leaves_goes_to_the_better_one(lanes: Sequence[int], shares: Sequence[float]) -> None:
-    """Idle guarantees are lent by priority, then to the larger guarantee."""
+def test_what_an_absent_lane_leaves_goes_to_the_better_ones(lanes: Sequence[int], shares: Sequence[float]) -> None:
+    """Idle guarantees are lent by priority, and among equals by weight."""
     for got, share in zip(allocate([Flow((0,), lane) for lane in lanes], [1.0], RULES), shares, strict=True):
         assert_within(got, share, rel=1e-12, what="share")
+
+
+BORROWING = st.builds(Borrowing, st.integers(0, 2), st.integers(65_536, 1 << 20))
+
+
+@given(
+    st.tuples(*[st.floats(0.01, 0.33)] * 3),
+    st.tuples(*[BORROWING] * 3),
+    st.sets(st.sampled_from(["high", "kv", "control"]), min_size=1),
+    st.integers(1, 4),
+)
+def test_idle_capacity_is_lent_as_the_kernel_does(
+    shares: tuple[float, float, float],
+    borrowing: tuple[Borrowing, Borrowing, Borrowing],
+    busy: set[LaneName],
+    flows_each: int,
+) -> None:
+    """At one port each lane gets what HTB's rule says of the very settings, for any of them that are busy."""
+    names: dict[LaneName, int] = {"high": MODEL, "kv": KV, "control": CONTROL}
+    settings_of = LaneShares(*shares, *borrowing)
+    rules = {
+        lane: LaneRule(settings_of.share(name), (how := settings_of.borrowing(name)).prio, how.quantum_bytes)
+        for name, lane in names.items()
+    }
+    flows = [Flow((0,), names[name]) for name in sorted(busy) for _ in range(flows_each)]
+    got = dict.fromkeys(names.values(), 0.0)
+    for flow, rate in zip(flows, allocate(flows, [1.0], rules), strict=True):
+        got[flow.lane] += rate
+    for name, share in settings_of.among(busy).items():
+        assert_within(got[names[name]], share, rel=1e-9, what=name)
+
+
+def test_what_one_of_three_equals_leaves_the_other_two_share_by_weight() -> None:
+    """CONTROL is stopped at a tenth elsewhere: MODEL and KV, of weights 3 and 1, get the rest above guarantees."""
+    rules = {CONTROL: LaneRule(0.3, 0, 4), MODEL: LaneRule(0.2, 0, 3), KV: LaneRule(0.1, 0, 1)}
+    flows = [Flow((0, 1), CONTROL), Flow((0,), MODEL), Flow((0,), KV)]
+    control, model, kv = allocate(flows, [1.0, 0.1], rules)
+    assert_within(control, 0.1, rel=1e-9)
+    assert_within(model, 0.2 + 0.6 * 3 / 4, rel=1e-9)
+    assert_within(kv, 0.1 + 0.6 / 4, rel=1e-9)
 
 
 def test_what_a_better_lane_cannot_use_goes_to_kv() -> None:
@@ -191,6 +232,8 @@ def test_nobody_sends() -> None:
 
 
 def test_a_guarantee_is_a_share() -> None:
-    """A rule outside 0 to 1 is refused where it is built."""
+    """A rule outside 0 to 1, or without weight, is refused where it is built."""
     with pytest.raises(ValueError, match="guarantee"):
         LaneRule(1.5, 0)
+    with pytest.raises(ValueError, match="weight"):
+        LaneRule(0.5, 0, 0)

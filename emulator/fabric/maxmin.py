@@ -7,7 +7,7 @@ that know no lanes. What holds of the rates:
 - every flow has a full port, so no flow can be raised without lowering another;
 - with one lane: at some full port of its own no other flow gets more than it does (max-min fairness);
 - at a contended port with lanes a lane that asks for it gets its guaranteed share, and what a lane leaves idle
-  goes to the others, the better priority (then the larger guarantee) first, as HTB lends.
+  goes to the others as HTB lends: to the best priority first, and among lanes of one priority by their weights.
 
 The last holds exactly where lanes meet at one port of each flow. Along a chain of ports at which lanes meet,
 what a lane can use here depends on what others leave it there, and so on; the chain is followed one step. So it
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
 
 import msgspec
 
@@ -27,14 +28,19 @@ __all__ = ["Flow", "LaneRule", "allocate", "max_min"]
 
 
 class LaneRule(msgspec.Struct, frozen=True):
-    """A lane's guaranteed share of every port (0 to 1), and its priority for idle capacity (0 is best)."""
+    """A lane's guaranteed share of every port (0 to 1), its priority for idle capacity (0 is best), and its weight
+    among lanes of that priority.
+    """
 
     guarantee: float
     prio: int
+    weight: float = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.guarantee <= 1:
             raise ValueError(f"lane guarantee {self.guarantee}: expected 0 to 1")
+        if not self.weight > 0:
+            raise ValueError(f"lane weight {self.weight}: expected more than 0")
 
 
 class Flow(msgspec.Struct, frozen=True, array_like=True):
@@ -76,14 +82,71 @@ def _by_lane(
 
     rates = [0.0] * len(flows)
     room = list(capacity)
-    for lane in lanes:
-        later = lanes[lanes.index(lane) + 1 :]
-        open_to_lane = [
-            max(0.0, free - sum(reserved[other][port] for other in later)) for port, free in enumerate(room)
-        ]
-        _grant(rates, room, members[lane], paths[lane], max_min(paths[lane], open_to_lane))
+    for _, alike in groupby(lanes, key=lambda lane: rules[lane].prio):
+        group = list(alike)
+        # All that this priority may take now: what others have not taken, less what worse ones are kept.
+        worse = lanes[lanes.index(group[-1]) + 1 :]
+        kept = [sum(reserved[lane][port] for lane in worse) for port in range(len(capacity))]
+        limits = {group[0]: [max(0.0, free - later) for free, later in zip(room, kept, strict=True)]}
+        if len(group) > 1:
+            limits = _divided(limits[group[0]], {lane: paths[lane] for lane in group}, reserved, rules)
+        for lane in group:
+            _grant(rates, room, members[lane], paths[lane], max_min(paths[lane], limits[lane]))
+        for _ in group[1:]:
+            _share_out(rates, room, kept, {lane: (members[lane], paths[lane]) for lane in group}, rules)
     _lend(rates, room, flows, lanes)
     return rates
+
+
+def _divided(
+    open_to_all: Sequence[float],
+    paths: Mapping[int, Sequence[Sequence[int]]],
+    reserved: Mapping[int, Sequence[float]],
+    rules: Mapping[int, LaneRule],
+) -> dict[int, list[float]]:
+    """What lanes of one priority may take of every port: what each is kept, and a part of the rest."""
+    weights = [0.0] * len(open_to_all)
+    left = list(open_to_all)
+    for lane, lane_paths in paths.items():
+        for port in {port for path in lane_paths for port in path}:
+            weights[port] += rules[lane].weight
+            left[port] -= reserved[lane][port]
+    return {
+        lane: [
+            kept + max(0.0, surplus) * rules[lane].weight / weight if weight else 0.0
+            for kept, surplus, weight in zip(reserved[lane], left, weights, strict=True)
+        ]
+        for lane in paths
+    }
+
+
+def _share_out(
+    rates: list[float],
+    room: list[float],
+    kept: Sequence[float],
+    group: Mapping[int, tuple[Sequence[int], Sequence[Sequence[int]]]],
+    rules: Mapping[int, LaneRule],
+) -> None:
+    """What lanes of one priority left of their parts, being stopped elsewhere, goes to those that were not.
+
+    ``group`` has of each lane its flows and their paths.
+    """
+    left = [max(0.0, free - later) for free, later in zip(room, kept, strict=True)]
+    able = {
+        lane: [(i, path) for i, path in zip(*of_lane, strict=True) if all(left[port] > 0 for port in path)]
+        for lane, of_lane in group.items()
+    }
+    weights = [0.0] * len(room)
+    for lane, flows in able.items():
+        for port in {port for _, path in flows for port in path}:
+            weights[port] += rules[lane].weight
+    for lane, flows in able.items():
+        limits = [
+            free * rules[lane].weight / weight if weight else 0.0
+            for free, weight in zip(left, weights, strict=True)
+        ]
+        paths = [path for _, path in flows]
+        _grant(rates, room, [i for i, _ in flows], paths, max_min(paths, limits))
 
 
 def _lend(rates: list[float], room: list[float], flows: Sequence[Flow], lanes: Sequence[int]) -> None:
