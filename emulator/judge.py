@@ -358,7 +358,8 @@ def read_rates(setup: Setup, records: RunRecords, limits: Limits = Limits()) -> 
     its bytes need ``read_wall_s`` of wall time or more at the configured rate.
 
     Nothing can be told where reads are free, where a pool gives a part of them over other NICs, or where a
-    request is read on two sides, of which one waits for the other.
+    request is read on two sides, of which one waits for the other. What a node's own cache gives is in place at
+    once, and not read.
     """
     if setup.system.free or setup.system.pool or any(r.path == "split" for r in records.requests):
         return ()
@@ -385,7 +386,7 @@ def read_rates(setup: Setup, records: RunRecords, limits: Limits = Limits()) -> 
 def _stretches(reads: Sequence[RequestRecord], token_bytes: int) -> Iterator[tuple[int, float]]:
     """(payload bytes, seconds) of every stretch of time in which at least one of ``reads`` is outstanding."""
     spans = sorted(
-        (r.allocated_s, r.read_s, r.hit_tokens * token_bytes)
+        (r.allocated_s, r.read_s, (r.hit_tokens - r.pool_tokens) * token_bytes)
         for r in reads
         if r.allocated_s is not None and r.read_s is not None
     )
