@@ -122,12 +122,13 @@ def _remarks(entry: dict[str, Any], name: str) -> Iterator[str]:
     """What else a run has figures of: prediction, the pool, collectives and the gaps between them."""
     if entry["predictor_error"] is not None:
         yield f"{name}: attention times are predicted to {entry['predictor_error']:.1%}"
-    pool = entry["dram_pool"]
-    if pool is not None:
-        yield (
-            f"{name}: the DRAM pool has {pool['used']} blocks in {pool['total']} places;"
-            f" {pool['evicted']} gave way, {pool['turned_away']} found no place"
-        )
+    caches = entry.get("prefix_cache", {}).get("blocks")
+    for kept, blocks in (("the DRAM pool has", entry["dram_pool"]), ("prefix caches have", caches)):
+        if blocks is not None:
+            yield (
+                f"{name}: {kept} {blocks['used']} blocks in {blocks['total']} places;"
+                f" {blocks['evicted']} gave way, {blocks['turned_away']} found no place"
+            )
     idle = entry["cnic_idle"]
     if idle is not None:
         yield (

@@ -220,6 +220,17 @@ def test_overlapping_reads_share_their_time() -> None:
     assert_within(rates[0].share, 0.97, rel=1e-9)
 
 
+def test_what_a_cache_gave_was_not_read() -> None:
+    """A link is held to the bytes that came over it; where a cache gave all of them, nothing can be told."""
+    made = evidence()
+    one = next(r for r in made.records.requests if r.hit_tokens > 64)
+    for cached in (64, one.hit_tokens):
+        row = msgspec.structs.replace(one, pool_tokens=cached, pool_local_tokens=cached)
+        rates = read_rates(made.setup, msgspec.structs.replace(made.records, requests=(row,)))
+        left = (one.hit_tokens - cached) * 12
+        assert [r.payload_bytes for r in rates] == ([left] if left else [])
+
+
 def test_resent_segments_beyond_a_few_are_invalid() -> None:
     """The fabric is lossless: a few spurious timeouts pass, a steady loss does not."""
     assert verdict(host(evidence(), "pe0", retransmits=20)).valid
