@@ -38,7 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sizes and limits of an engine and its node, in model units.
 
     Buffers: paper section 2 (80 GB a node for the DS models). ``pool_gb``: what a PE or DE node gives to the DRAM
-    pool of a system that has one (1.5 TB a node in the paper's SGL(MC)). ``de_hbm_kv_gb``: what 80 GB of HBM
+    pool of a system that has one (1.5 TB a node in the paper's SGL(MC)). ``prefix_cache_gb``: what it gives to a
+    cache of its own in front of storage; 0: none, as in the paper. ``de_hbm_kv_gb``: what 80 GB of HBM
     leave beside the weights under EP over 16-32 GPUs (660 GB / 16 = 41 GB) and activations. ``pe_hbm_kv_gb``:
     150 K tokens of DS 660B (the study of the paper's numbers). ``rpc_latency_s`` is one way.
 
@@ -62,6 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pe_buffer_gb: float = 80.0
     de_buffer_gb: float = 80.0
     pool_gb: float = 1500.0
+    prefix_cache_gb: float = 0.0
     pe_hbm_kv_gb: float = 6.4
     de_hbm_kv_gb: float = 30.0
     quota_s: float = 0.300
@@ -95,6 +97,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             value = getattr(self, name)
             if not 0 < value <= _MOST_GB_OR_S:
                 raise ValueError(f"{name} = {value}: expected a positive number, at most {_MOST_GB_OR_S:.0f}")
+        if not 0 <= self.prefix_cache_gb <= _MOST_GB_OR_S:
+            raise ValueError(
+                f"prefix_cache_gb = {self.prefix_cache_gb}: expected 0 (none) to {_MOST_GB_OR_S:.0f} GB"
+            )
         if not 0 <= self.rpc_latency_s < 1:
             raise ValueError(f"rpc_latency_s = {self.rpc_latency_s}: expected 0 to 1 s")
         for name in ("fetch_period_s", "submit_write_s", "submit_copy_s"):

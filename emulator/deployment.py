@@ -85,10 +85,26 @@ class Deployment:
         self.layout = Layout(self.shape.layers, config.scale.kv_bytes, config.engine.block_tokens)
         self.system: System = SYSTEMS[config.replay.system]
         self._check_tensor_parallel()
+        self._check_dram()
+
+    def _check_dram(self) -> None:
+        engine = self.config.engine
+        block_gb = self.scale.model_bytes(self.layout.full_block_bytes) / GB
         if self.system.pool and not self.pool_blocks:
-            block_gb = self.scale.model_bytes(self.layout.full_block_bytes) / GB
             raise ConfigError(
-                f"[engine] pool_gb = {config.engine.pool_gb}: expected room for a block of {block_gb:.3g} GB"
+                f"[engine] pool_gb = {engine.pool_gb}: expected room for a block of {block_gb:.3g} GB"
+            )
+        if not engine.prefix_cache_gb:
+            return
+        if self.system.pool:
+            raise ConfigError(
+                f"[engine] prefix_cache_gb = {engine.prefix_cache_gb}: expected 0 with --system"
+                f" {self.system.name}, which keeps blocks in a pool of all nodes' DRAM (pool_gb)"
+            )
+        if not self.cache_blocks:
+            raise ConfigError(
+                f"[engine] prefix_cache_gb = {engine.prefix_cache_gb}: expected room for a block of"
+                f" {block_gb:.3g} GB, or 0 for none"
             )
 
     def _check_tensor_parallel(self) -> None:
@@ -268,6 +284,11 @@ class Deployment:
     def pool_blocks(self) -> int:
         """Full Blocks that one node keeps of the DRAM pool, where the system has one."""
         return self._blocks_of(self.config.engine.pool_gb)
+
+    @cached_property
+    def cache_blocks(self) -> int:
+        """Full Blocks that a PE or DE node keeps in a cache of its own; 0 where there is none."""
+        return self._blocks_of(self.config.engine.prefix_cache_gb)
 
     def hit_tokens(self, hit_blocks: int) -> int:
         return hit_blocks * self.layout.block_tokens

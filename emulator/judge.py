@@ -358,7 +358,8 @@ def read_rates(setup: Setup, records: RunRecords, limits: Limits = Limits()) -> 
     its bytes need ``read_wall_s`` of wall time or more at the configured rate.
 
     Nothing can be told where reads are free, where a pool gives a part of them over other NICs, or where a
-    request is read on two sides, of which one waits for the other.
+    request is read on two sides, of which one waits for the other; nor of a stretch in which a node's own cache
+    gave some: what is left of a read may be so little that its calls take as long.
     """
     if setup.system.free or setup.system.pool or any(r.path == "split" for r in records.requests):
         return ()
@@ -383,20 +384,23 @@ def read_rates(setup: Setup, records: RunRecords, limits: Limits = Limits()) -> 
 
 
 def _stretches(reads: Sequence[RequestRecord], token_bytes: int) -> Iterator[tuple[int, float]]:
-    """(payload bytes, seconds) of every stretch of time in which at least one of ``reads`` is outstanding."""
+    """(payload bytes, seconds) of every stretch of time in which at least one of ``reads`` is outstanding.
+
+    Those are left out in which not all came from storage.
+    """
     spans = sorted(
-        (r.allocated_s, r.read_s, r.hit_tokens * token_bytes)
+        (r.allocated_s, r.read_s, r.hit_tokens * token_bytes, not r.pool_tokens)
         for r in reads
         if r.allocated_s is not None and r.read_s is not None
     )
-    payload, begin, end = 0, 0.0, -math.inf
-    for start, stop, size in spans:
+    payload, begin, end, whole = 0, 0.0, -math.inf, True
+    for start, stop, size, stored in spans:
         if start > end:
-            if payload:
+            if payload and whole:
                 yield payload, end - begin
-            payload, begin, end = 0, start, stop
-        payload, end = payload + size, max(end, stop)
-    if payload:
+            payload, begin, end, whole = 0, start, stop, True
+        payload, end, whole = payload + size, max(end, stop), whole and stored
+    if payload and whole:
         yield payload, end - begin
 
 

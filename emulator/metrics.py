@@ -35,6 +35,7 @@ __all__ = [
     "agent_jct_s",
     "breakdown",
     "de_hit_tokens",
+    "de_pool_tokens",
     "done",
     "dram_pool",
     "e2e_s",
@@ -47,6 +48,7 @@ __all__ = [
     "path_share",
     "pool_hit_ratio",
     "pooled_gaps",
+    "prefix_caches",
     "reading_share",
     "summarise",
     "summarise_runs",
@@ -87,7 +89,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
     ``ports`` are all CNICs and SNICs, and the PCIe links and DRAM that a fabric may count beside them.
     ``groups``: engines that synchronise with one another in every layer, each group as its engines' names.
-    ``de_direct``, ``ep_over``, ``copies``: the options of the replay. ``quota_s``: attention time of a batch.
+    ``de_direct``, ``ep_over``, ``copies``: the options of the replay. ``prefix_cache``: each node has a cache in
+    front of storage. ``quota_s``: attention time of a batch.
     """
 
     layout: Layout
@@ -95,6 +98,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     ports: tuple[Port, ...]
     system: System = SYSTEMS["dualpath"]
     de_direct: bool = False
+    prefix_cache: bool = False
     ep_over: Literal["nvlink", "cnic"] = "nvlink"
     copies: Literal["cnic", "cuda"] = "cnic"
     quota_s: float = EngineConfig().quota_s
@@ -312,7 +316,7 @@ def hit_ratio(requests: Iterable[RequestRecord]) -> float | None:
 
 
 def pool_hit_ratio(requests: Iterable[RequestRecord]) -> float | None:
-    """The part of the hit tokens that a DRAM pool gave, and not storage; None without a hit."""
+    """The part of the hit tokens that DRAM gave, a pool or caches, and not storage; None without a hit."""
     rows = list(requests)
     hit = sum(r.hit_tokens for r in rows)
     return sum(r.pool_tokens for r in rows) / hit if hit else None
@@ -323,9 +327,23 @@ def dram_pool(records: RunRecords) -> CacheRecord | None:
     return next((node.cache for node in records.nodes if node.cache is not None), None)
 
 
+def prefix_caches(records: RunRecords) -> CacheRecord | None:
+    """What the nodes' own caches counted in all, in Full Blocks; None where no node has one."""
+    caches = [node.cache for node in records.nodes if node.cache is not None]
+    if not caches:
+        return None
+    fields = CacheRecord.__struct_fields__
+    return CacheRecord(**{name: sum(getattr(cache, name) for cache in caches) for name in fields})
+
+
 def de_hit_tokens(r: RequestRecord) -> int:
     """Hit tokens that were read on the DE side."""
     return {"pe": 0, "de": r.hit_tokens}.get(r.path or "pe", r.de_hit_tokens)
+
+
+def de_pool_tokens(r: RequestRecord) -> int:
+    """Hit tokens that were read on the DE side and that DRAM gave."""
+    return {"pe": 0, "de": r.pool_tokens}.get(r.path or "pe", r.pool_de_tokens)
 
 
 def path_share(requests: Iterable[RequestRecord], *, by: Literal["requests", "tokens"]) -> dict[str, float | None]:

@@ -115,9 +115,11 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     de_hit_tokens: int = 0
     """The part of the hit that was read on the DE side."""
     pool_tokens: int = 0
-    """The part of the hit that a DRAM pool gave, and not storage."""
+    """The part of the hit that DRAM gave, a pool's or a node's cache, and not storage."""
     pool_local_tokens: int = 0
     """The part of ``pool_tokens`` that lay in the reading node's own DRAM, and crossed no NIC."""
+    pool_de_tokens: int = 0
+    """The part of ``pool_tokens`` that was read on the DE side."""
     output_tokens: int
     persisted_tokens: int = 0
     arrived_s: float
@@ -192,7 +194,9 @@ class PoolRecord(msgspec.Struct, frozen=True):
 
 
 class CacheRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the directory of the DRAM pool counted, in Full Blocks. After a run no ``leases`` are out.
+    """What the directory of the DRAM pool counted, or a node's own cache, in Full Blocks.
+
+    After a run no ``leases`` are out.
 
     ``total`` slots hold ``used`` blocks and are reserved for ``pending`` ones. Of ``looked_up`` blocks ``hits``
     were found. ``inserted`` came in, ``evicted`` gave way to them, ``turned_away`` found no slot.

@@ -80,6 +80,7 @@ def make_setup(
         ports=ports,
         system=SYSTEMS[replay.system],
         de_direct=replay.de_direct,
+        prefix_cache=config.engine.prefix_cache_gb > 0,
         ep_over=replay.ep_over,
         copies=replay.copies,
         quota_s=config.engine.quota_s,
@@ -141,7 +142,8 @@ def figures(run: FinishedRun) -> dict[str, Any]:
         "tokens": _plain(metrics.tokens(rows)),
         "hit_ratio": metrics.hit_ratio(rows),
         "pool_hit_ratio": metrics.pool_hit_ratio(rows) if setup.system.pool else None,
-        "dram_pool": _plain(metrics.dram_pool(records)),
+        "dram_pool": _plain(metrics.dram_pool(records)) if setup.system.pool else None,
+        **_prefix_cache(records, setup),
         "steps_bytes": steps.steps_model_bytes(records, setup.scale),
         "scale": {
             "shrink": _number(setup.scale.shrink),
@@ -157,6 +159,22 @@ def figures(run: FinishedRun) -> dict[str, Any]:
             ],
         },
         "errors": sorted({r.error for r in records.requests if r.error is not None}),
+    }
+
+
+def _prefix_cache(records: RunRecords, setup: Setup) -> dict[str, Any]:
+    """What the nodes' own caches gave, of hits and in blocks; no key where there are none."""
+    if not setup.prefix_cache:
+        return {}
+    rows, token_bytes = metrics.done(records), setup.scale.shrink * setup.token_bytes
+    caches = metrics.prefix_caches(records)
+    return {
+        "prefix_cache": {
+            "hit_ratio": metrics.pool_hit_ratio(rows),
+            "wanted_bytes": round(sum(r.hit_tokens for r in rows) * token_bytes),
+            "cached_bytes": round(sum(r.pool_tokens for r in rows) * token_bytes),
+            "blocks": _plain(caches),
+        }
     }
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from .fabric.interface import Transfer
-from .metrics import Setup, de_hit_tokens
+from .metrics import Setup, de_hit_tokens, de_pool_tokens
 from .records import RequestRecord, RunRecords
 from .scale import Scale
 
@@ -66,7 +66,7 @@ def expected_transfers(request: RequestRecord, chunks: Sequence[Chunk], setup: S
     block = layout.block_tokens
     prompt, hit, de_hit = request.prompt_tokens, request.hit_tokens, de_hit_tokens(request)
     pe_hit = hit - de_hit
-    de_pool = request.pool_tokens if request.path == "de" else 0
+    de_pool = de_pool_tokens(request)
     loads = len(chunks) if setup.system.layerwise else 1
     reload = sum(cached - hit for cached, _ in chunks[1:]) if setup.system.layerwise else 0
     filled = layout.full_blocks(prompt + request.output_tokens) * block

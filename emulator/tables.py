@@ -49,15 +49,16 @@ def _outcomes(entries: Sequence[dict[str, Any]]) -> Table:
     for name in ("done", "JCT\ns", "times\nfirst", "TTFT\ns", "\np99"):
         grid.add_column(name, justify="right", no_wrap=True)
     pooled = any(entry["pool_hit_ratio"] is not None for entry in entries)
-    from_pool = ("from\npool\n%",) if pooled else ()
-    for name in ("TPOT\nms", "pe:de\n%", "hit\n%", *from_pool, "SNIC\nmax/\navg"):
+    cached = any("prefix_cache" in entry for entry in entries)
+    from_dram = [f"from\n{what}\n%" for what, shown in (("pool", pooled), ("cache", cached)) if shown]
+    for name in ("TPOT\nms", "pe:de\n%", "hit\n%", *from_dram, "SNIC\nmax/\navg"):
         grid.add_column(name, justify="right", no_wrap=True)
     for name in ("tokens", "verdict"):
         grid.add_column(name, no_wrap=True)
     mixed = len({entry["fabric"] for entry in entries}) > 1
     for entry in entries:
         system = f"{entry['system']} ({entry['fabric']})" if mixed else entry["system"]
-        grid.add_row(system, *_cells(entry, entries[0], pooled=pooled))
+        grid.add_row(system, *_cells(entry, entries[0], pooled=pooled, cached=cached))
     return grid
 
 
@@ -79,7 +80,7 @@ def _causes(entries: Sequence[dict[str, Any]], names: Sequence[str]) -> Table:
     return grid
 
 
-def _cells(entry: dict[str, Any], first: dict[str, Any], *, pooled: bool) -> list[str | Text]:
+def _cells(entry: dict[str, Any], first: dict[str, Any], *, pooled: bool, cached: bool) -> list[str | Text]:
     jct, base = entry["jct_s"], first["jct_s"]
     ttft, tpot = entry["ttft_s"], entry["tpot_s"]
     # Requests that are read on both sides are of neither path; their tokens are.
@@ -98,6 +99,7 @@ def _cells(entry: dict[str, Any], first: dict[str, Any], *, pooled: bool) -> lis
         "-" if share["pe"] is None else f"{100 * share['pe']:.0f}:{100 * share['de']:.0f}",
         _per_cent(entry["hit_ratio"]),
         *((_per_cent(entry["pool_hit_ratio"]),) if pooled else ()),
+        *((_per_cent(entry.get("prefix_cache", {}).get("hit_ratio")),) if cached else ()),
         _cell(entry["snic_max_over_avg"], "{:.2f}"),
         equal[entry["tokens_equal"]],
         Text(entry["verdict"], "green" if valid else "bold red"),
@@ -120,12 +122,13 @@ def _remarks(entry: dict[str, Any], name: str) -> Iterator[str]:
     """What else a run has figures of: prediction, the pool, collectives and the gaps between them."""
     if entry["predictor_error"] is not None:
         yield f"{name}: attention times are predicted to {entry['predictor_error']:.1%}"
-    pool = entry["dram_pool"]
-    if pool is not None:
-        yield (
-            f"{name}: the DRAM pool has {pool['used']} blocks in {pool['total']} places;"
-            f" {pool['evicted']} gave way, {pool['turned_away']} found no place"
-        )
+    caches = entry.get("prefix_cache", {}).get("blocks")
+    for kept, blocks in (("the DRAM pool has", entry["dram_pool"]), ("prefix caches have", caches)):
+        if blocks is not None:
+            yield (
+                f"{name}: {kept} {blocks['used']} blocks in {blocks['total']} places;"
+                f" {blocks['evicted']} gave way, {blocks['turned_away']} found no place"
+            )
     idle = entry["cnic_idle"]
     if idle is not None:
         yield (

@@ -163,15 +163,34 @@ def _whole_blocks(evidence: Evidence) -> Iterator[str]:
     for r in metrics.done(evidence.records):
         if r.hit_tokens % block or not 0 <= r.hit_tokens < r.prompt_tokens:
             yield f"{r.id}: hit {r.hit_tokens} of {r.prompt_tokens} tokens, expected whole blocks and a token left"
-        most = r.hit_tokens if evidence.setup.system.pool else 0
-        if r.pool_tokens % block or not 0 <= r.pool_local_tokens <= r.pool_tokens <= most:
-            yield (
-                f"{r.id}: {r.pool_tokens} tokens from a pool, {r.pool_local_tokens} of them from the reader's own"
-                f" node, its hit is {r.hit_tokens}"
-            )
+        yield from _dram_gave(r, evidence.setup)
         filled = (r.prompt_tokens + r.output_tokens) // block * block - r.hit_tokens
         if r.persisted_tokens != filled:
             yield f"{r.id}: persisted {r.persisted_tokens} tokens, filled {filled} beyond its hit"
+
+
+def _dram_gave(r: RequestRecord, setup: metrics.Setup) -> Iterator[str]:
+    """What a done request says that it had from a pool, or from the caches of the nodes that read it."""
+    most = r.hit_tokens if setup.system.pool or setup.prefix_cache else 0
+    if r.pool_tokens % setup.layout.block_tokens or not 0 <= r.pool_local_tokens <= r.pool_tokens <= most:
+        yield (
+            f"{r.id}: {r.pool_tokens} tokens from a pool, {r.pool_local_tokens} of them from the reader's own"
+            f" node, its hit is {r.hit_tokens}"
+        )
+    if setup.prefix_cache and r.pool_local_tokens != r.pool_tokens:
+        yield (
+            f"{r.id}: {r.pool_tokens} tokens from caches, {r.pool_local_tokens} of them from the reader's own node"
+        )
+    de_pool, de_hit = metrics.de_pool_tokens(r), metrics.de_hit_tokens(r)
+    if (
+        de_pool % setup.layout.block_tokens
+        or not 0 <= de_pool <= de_hit
+        or r.pool_tokens - de_pool > r.hit_tokens - de_hit
+    ):
+        yield (
+            f"{r.id}: {de_pool} of {r.pool_tokens} tokens from DRAM on the DE's side, where {de_hit} of"
+            f" {r.hit_tokens} were read"
+        )
 
 
 def _pools_whole(evidence: Evidence) -> Iterator[str]:
@@ -182,8 +201,15 @@ def _pools_whole(evidence: Evidence) -> Iterator[str]:
             if not 0 <= pool.peak_used <= pool.total:
                 yield f"{node.node} {pool.pool}: at most {pool.peak_used} used of {pool.total}"
         cache = node.cache
-        if cache is not None and (cache.leases or cache.pending):
-            yield f"{node.node}: {cache.leases} leases of the DRAM pool are out, {cache.pending} slots reserved"
+        if cache is None:
+            continue
+        if cache.leases or cache.pending:
+            yield f"{node.node}: {cache.leases} leases of blocks in DRAM are out, {cache.pending} slots reserved"
+        if cache.inserted - cache.evicted != cache.used or not 0 <= cache.used <= cache.total:
+            yield (
+                f"{node.node}: {cache.used} of {cache.total} slots used after {cache.inserted} blocks came in and"
+                f" {cache.evicted} gave way"
+            )
 
 
 def _received_as_sent(evidence: Evidence) -> Iterator[str]:
@@ -226,6 +252,39 @@ def _step_bytes(evidence: Evidence) -> Iterator[str]:
         if key != Transfer.COLLECTIVE.sent and not low[key] <= got <= high[key]:
             wanted = str(low[key]) if low[key] == high[key] else f"{low[key]} to {high[key]}"
             yield f"{key}: {got} B moved, the requests account for {wanted}"
+    yield from _caches_gave(evidence)
+
+
+def _caches_gave(evidence: Evidence) -> Iterator[str]:
+    """Each node's cache was asked for exactly what requests read on that node, and gave what they say.
+
+    As for steps, a request that was not served to its end widens what is allowed by its own hit.
+    """
+    if not evidence.setup.prefix_cache:
+        return
+    block = evidence.setup.layout.block_tokens
+    asked, gave, more = Counter[str](), Counter[str](), Counter[str]()
+    done = {r.id: r for r in metrics.done(evidence.records)}
+    for d in (d for node in evidence.records.nodes for d in node.decisions):
+        r = done.get(d.request)
+        sides = ((d.pe, d.hit_blocks - d.de_blocks, False), (d.de, d.de_blocks, True))
+        for engine, blocks, is_de in sides:
+            name = engine.partition("/")[0]
+            if r is None:
+                more[name] += blocks
+            else:
+                asked[name] += blocks
+                de_pool = metrics.de_pool_tokens(r)
+                gave[name] += (de_pool if is_de else r.pool_tokens - de_pool) // block
+    caches = {node.node: node.cache for node in evidence.records.nodes if node.cache is not None}
+    for name in sorted(caches.keys() | asked.keys()):
+        cache = caches.get(name)
+        if cache is None:
+            yield f"{name}: reads hits and has no record of its cache"
+            continue
+        for what, got, low in (("was asked for", cache.looked_up, asked), ("gave", cache.hits, gave)):
+            if not low[name] <= got <= low[name] + more[name]:
+                yield f"{name}: its cache {what} {got} blocks, the requests account for {low[name]}"
 
 
 def _most_steps(r: RequestRecord, decision: Decision, chunks: list[Chunk], setup: metrics.Setup) -> dict[str, int]:

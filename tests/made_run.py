@@ -19,6 +19,7 @@ from emulator.kvcache import Layout
 from emulator.metrics import Port, Setup
 from emulator.records import (
     BatchRecord,
+    CacheRecord,
     Decision,
     HostSample,
     NodeRecord,
@@ -121,17 +122,21 @@ def evidence(
     hosts: bool = True,
     system: System = SYSTEMS["dualpath"],
     de_direct: bool = False,
+    cached: bool = False,
 ) -> Evidence:
     """A run of ``agents`` x ``turns`` requests, alternately on the paths of ``system``; consistent throughout.
 
     Every turn's prompt is its predecessor's prompt and output and 100 tokens more. A pool gives every other block
-    that a PE reads. ``hosts``: with samples of the wall clock, as on real sockets.
+    that a PE reads; where nodes are ``cached``, the caches of both sides every other block that their node reads.
+    ``hosts``: with samples of the wall clock, as on real sockets.
     """
     ledger = _Ledger()
     requests: list[RequestRecord] = []
     decisions: list[Decision] = []
     batches: list[BatchRecord] = []
     continues: dict[str, bool] = {}
+    asked: Counter[str] = Counter()
+    gave: Counter[str] = Counter()
     now = 1.0
     for turn in range(turns):
         for agent in range(agents):
@@ -141,7 +146,10 @@ def evidence(
             paths = {"pe": ("pe",), "de": ("de",), "auto": ("de", "pe"), "split": ("split",)}[system.reads]
             path = paths[(turn + agent) % len(paths)]
             de_blocks = {"pe": 0, "de": hit // 64, "split": hit // 128}[path]
-            pool_blocks = (hit // 64 - de_blocks) // 2 if system.pool else 0
+            pool_blocks = (hit // 64 - de_blocks) // 2 if system.pool or cached else 0
+            de_cached = de_blocks // 2 if cached else 0
+            asked.update(pe0=hit // 64 - de_blocks, de0=de_blocks)
+            gave.update(pe0=pool_blocks, de0=de_cached)
             name = f"a{agent}.{turn}"
             first_batch, last_batch = prompt - hit - 40, 40
             at = now
@@ -151,7 +159,8 @@ def evidence(
             split = de_blocks if path == "split" else 0
             decisions.append(Decision(name, "pe0/0", "de0/1", path, hit // 64, split))  # type: ignore[arg-type]
             chunks = ((hit, first_batch), (hit + first_batch, last_batch))
-            _traffic(ledger, system, de_direct, path, de_blocks, pool_blocks, prompt, output, chunks, stamps)
+            dram = (de_cached, pool_blocks, "" if cached else "POOL")
+            _traffic(ledger, system, de_direct, path, de_blocks, dram, prompt, output, chunks, stamps)
             for start, end, chunk in ((1.0, 1.3, chunks[0]), (1.3, 1.6, chunks[1])):
                 index = len(batches)
                 batches.append(
@@ -179,7 +188,9 @@ def evidence(
                     prompt_tokens=prompt,
                     hit_tokens=hit,
                     de_hit_tokens=64 * de_blocks,
-                    pool_tokens=64 * pool_blocks,
+                    pool_tokens=64 * (pool_blocks + de_cached),
+                    pool_local_tokens=64 * (pool_blocks + de_cached) if cached else 0,
+                    pool_de_tokens=64 * de_cached,
                     output_tokens=output,
                     persisted_tokens=(prompt + output) // 64 * 64 - hit,
                     arrived_s=stamps[0],
@@ -206,6 +217,19 @@ def evidence(
             pools=(PoolRecord(f"{name}.buffer", 40, 40, 12),) if role in ("pe", "de") else (),
             batches=tuple(batches) if role == "pe" else (),
             decisions=tuple(decisions) if role == "scheduler" else (),
+            cache=CacheRecord(
+                total=9,
+                used=5,
+                pending=0,
+                leases=0,
+                looked_up=asked[name],
+                hits=gave[name],
+                inserted=7,
+                evicted=2,
+                turned_away=1,
+            )
+            if cached and role in ("pe", "de")
+            else None,
             host=HostSample((0.05, 0.3, 2.0), 10.0, 400.0, 0) if hosts else None,
         )
         for name, role in ROLES.items()
@@ -223,6 +247,7 @@ def evidence(
             ports=ports,
             system=system,
             de_direct=de_direct,
+            prefix_cache=cached,
             quota_s=QUOTA_S,
             groups=(("pe0/0", "pe0/1"),),
         ),
@@ -238,13 +263,17 @@ def _traffic(
     de_direct: bool,
     path: str,
     de_blocks: int,
-    pool_blocks: int,
+    dram: tuple[int, int, str],
     prompt: int,
     output: int,
     chunks: tuple[tuple[int, int], ...],
     stamps: list[float],
 ) -> None:
-    """Every arrow of the paper's figure 4 for one request, layer by layer where it is layerwise."""
+    """Every arrow of the paper's figure 4 for one request, layer by layer where it is layerwise.
+
+    ``dram``: blocks that DRAM gives on the DE's side and on the PE's, and the transfer that brings the latter.
+    """
+    de_cached, pool_blocks, brings = dram
     _, _, _, _, read, _, computed, transferred, _, last = stamps
     pe, de = "pe0 cnic0", "de0 cnic1"
     hit = chunks[0][0]
@@ -254,10 +283,13 @@ def _traffic(
         ledger.move("FREE" if system.free else transfer, src, dst, payload, at_s)
 
     for block in range(hit // 64):
+        if block < de_cached:
+            continue
         if block < de_blocks:
             move("DE_READ", f"st{block % 2} snic0", "de0 snic0", BLOCK, read)
         elif block < de_blocks + pool_blocks:
-            move("POOL", "de0 cnic0", "pe0 cnic1", BLOCK, read)
+            if brings:
+                move(brings, "de0 cnic0", "pe0 cnic1", BLOCK, read)
         else:
             move("PE_READ", f"st{block % 2} snic0", "pe0 snic0", BLOCK, read)
     for index, (cached, new) in enumerate(chunks):

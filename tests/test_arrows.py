@@ -28,6 +28,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
             "kvcache",
             "pool",
             "dramcache",
+            "prefixcache",
             "policy",
             "costmodel",
             "experts",
@@ -46,8 +47,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "fabric": ("fabric.*",),
     "keeping": ("store", "roles.leases", "roles.withdrawal", "policy.plugin"),
     "traffic": (
-        *("roles.traffic", "roles.striped", "roles.blockio", "roles.drampool", "roles.lockstep", "roles.leader"),
-        *("shaper", "watch"),
+        *("roles.traffic", "roles.striped", "roles.blockio", "roles.drampool", "roles.nodecache"),
+        *("roles.lockstep", "roles.leader", "shaper", "watch"),
     ),
     "serving": ("roles.serving",),
     "roles": ("roles.*",),

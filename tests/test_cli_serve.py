@@ -14,6 +14,7 @@ from emulator.cli import main
 from emulator.traces import write_native
 from emulator.workload import Workload
 from tests.clusters import conversation
+from topology import spec
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,50 @@ def test_bad_replay_options_are_refused(options: tuple[str, ...], said: str) -> 
     done = _run("sim", "1p1d", *options)
     assert done.exit_code == 2, done.output
     assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+def _with_cache(folder: Path, gigabytes: float | str) -> str:
+    """A copy of the preset whose nodes have caches of so many gigabytes."""
+    preset = Path(spec.__file__).parent / "presets" / "1p1d.toml"
+    path = folder / "cached.toml"
+    path.write_text(f"{preset.read_text()}\n[engine]\nprefix_cache_gb = {gigabytes}\n")
+    return str(path)
+
+
+def test_a_run_with_caches_says_what_they_gave_and_verifies(tmp_path: Path, small: tuple[str, ...]) -> None:
+    """The figure is in the entry, the table and the run directory, from which it follows again."""
+    cached = _with_cache(tmp_path, 40)
+    (run,) = _json("sim", cached, *small, "--path", "de", "--out", str(tmp_path / "out"))["runs"]
+    found = run["prefix_cache"]
+    # Second turns read on the side that wrote their blocks: nothing else is ever hit.
+    assert found["hit_ratio"] == 1 and found["cached_bytes"] == found["wanted_bytes"] > 0
+    assert run["steps_bytes"]["de1"] == 0
+    assert _json("verify", run["out"])["ok"]
+    assert "cache" in _run("sim", cached, *small).stdout
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "options", "said"),
+    [
+        (
+            20,
+            ("--system", "basic", "--system", "mooncake"),
+            "prefix_cache_gb = 20.0: expected 0 with --system mooncake",
+        ),
+        (1e-6, (), "prefix_cache_gb = 1e-06: expected room for a block of 0.00275 GB, or 0 for none"),
+        (-1, (), "cached.toml:"),
+        ("nan", (), "prefix_cache_gb = nan: expected 0 (none) to 1000000 GB"),
+        ('"much"', (), "engine.prefix_cache_gb: Expected `float`"),
+    ],
+)
+def test_a_cache_that_cannot_be_is_refused(
+    gigabytes: float | str, options: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    """Exit 2 and one line, before anything runs: beside a pool, too small for a block, or no size at all."""
+    done = _run("sim", _with_cache(tmp_path, gigabytes), *options, "--out", str(tmp_path / "out"))
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr and done.stderr.count("\n") == 1
+    assert "prefix_cache_gb" in done.stderr and not (tmp_path / "out").exists()
 
 
 def test_a_run_directory_is_not_overwritten(tmp_path: Path, small: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emulator.judge import KernelLane, KernelPort, Verdict, judge, judge_virtual, kernel_ports, read_rates
-from emulator.records import ExchangeRecord, HostSample
+from emulator.records import ExchangeRecord, HostSample, RequestRecord
 from emulator.systems import SYSTEMS
 from emulator.verify import Evidence
 
@@ -218,6 +218,23 @@ def test_overlapping_reads_share_their_time() -> None:
     rates = read_rates(made.setup, msgspec.structs.replace(made.records, requests=both))
     assert [r.payload_bytes for r in rates] == [2 * one.hit_tokens * 12]
     assert_within(rates[0].share, 0.97, rel=1e-9)
+
+
+def test_where_a_cache_gave_some_nothing_can_be_told() -> None:
+    """A stretch with such a read in it is left out, as a whole; others are judged as ever."""
+    made = evidence()
+    reads = [r for r in made.records.requests if r.hit_tokens and r.path == "pe"]
+    first, last = reads[0], reads[-1]
+    assert first.allocated_s is not None and first.read_s is not None
+    cached = msgspec.structs.replace(first, id="cached", pool_tokens=64, allocated_s=first.read_s - 0.01)
+
+    def payload(*rows: RequestRecord) -> list[int]:
+        records = msgspec.structs.replace(made.records, requests=rows)
+        return [rate.payload_bytes for rate in read_rates(made.setup, records)]
+
+    assert payload(first, last) == [(first.hit_tokens + last.hit_tokens) * 12]
+    assert payload(first, cached, last) == [last.hit_tokens * 12]
+    assert payload(cached) == []
 
 
 def test_resent_segments_beyond_a_few_are_invalid() -> None:

@@ -122,6 +122,21 @@ def test_the_pools_directory_is_in_the_report() -> None:
     assert report.build_report(finished())["dram_pool"] is None
 
 
+def test_what_caches_gave_is_in_the_report_of_a_run_that_has_them() -> None:
+    """Hit tokens, bytes and the blocks of all nodes; no key at all in a run without."""
+    made = evidence(cached=True)
+    entry = report.build_report(finished(evidence=made))
+    found = entry["prefix_cache"]
+    hit, cached = (sum(getattr(r, name) for r in made.records.requests) for name in ("hit_tokens", "pool_tokens"))
+    assert 0 < cached < hit
+    assert_within(found["hit_ratio"], cached / hit, rel=1e-9)
+    assert (found["wanted_bytes"], found["cached_bytes"]) == (hit * 3 * 704, cached * 3 * 704)
+    assert (found["blocks"]["looked_up"], found["blocks"]["hits"]) == (hit // 64, cached // 64)
+    assert (found["blocks"]["total"], found["blocks"]["evicted"]) == (18, 4)
+    assert (entry["dram_pool"], entry["pool_hit_ratio"]) == (None, None)
+    assert "prefix_cache" not in report.build_report(finished())
+
+
 def test_a_policy_of_the_users_own_is_named_without_its_place() -> None:
     """The report is the same wherever the policy's file lies; without one it names the system's."""
     named = [

@@ -102,6 +102,16 @@ def test_a_split_hit_is_read_where_it_was_split() -> None:
     }
 
 
+def test_what_caches_give_is_not_read_on_either_side() -> None:
+    """Of a split hit each side's storage gives what its own cache did not; everything else moves as ever."""
+    cached = {"pool_tokens": 128, "pool_local_tokens": 128, "pool_de_tokens": 64}
+    moved = tokens("split", setup("split"), de_hit_tokens=128, **cached)
+    plain = tokens("split", setup("split"), de_hit_tokens=128)
+    read = ("pe1", "pe2", "de1", "de2")
+    assert {key: moved.get(key, 0) for key in read} == {key: plain[key] - 64 for key in read}
+    assert {k: v for k, v in moved.items() if k not in read} == {k: v for k, v in plain.items() if k not in read}
+
+
 @pytest.mark.parametrize(("path", "copied"), [("pe", {}), ("de", {"de6": 256, "de7": 256})])
 def test_straight_into_hbm_only_the_des_own_reads_are_copied(path: str, copied: dict[str, int]) -> None:
     """What the PE sends needs no copy at the end, and new blocks of the prompt leave through d2h."""

@@ -102,6 +102,19 @@ def test_a_pools_part_of_the_hit_stands_beside_the_hit() -> None:
     assert "from" not in shown(plain)
 
 
+def test_a_caches_part_of_the_hit_stands_beside_the_hit() -> None:
+    """As a pool's does, under a name of its own; what gave way is in a line below."""
+    blocks = {"total": 90, "used": 80, "evicted": 7, "turned_away": 3}
+    cached = entry_of(hit_ratio=0.875, prefix_cache={"hit_ratio": 0.456, "blocks": blocks})
+    plain = entry_of(hit_ratio=0.5)
+    text = shown(cached, plain)
+    both = [line.split() for line in text.splitlines() if "valid" in line]
+    assert both[0][both[0].index("87.5") + 1] == "45.6"
+    assert both[1][both[1].index("50.0") + 1] == "-"
+    assert "cache" in text and "cache" not in shown(plain)
+    assert "caches have 80 blocks in 90 places; 7 gave way, 3 found no place" in text
+
+
 @pytest.mark.parametrize(("split", "cell"), [({}, "40:60"), ({"split": 1.0}, "25:75")])
 def test_where_requests_are_split_their_tokens_are_shared_out(split: dict[str, float], cell: str) -> None:
     """The share of the sides is of requests, and of tokens where a request is on both."""

@@ -106,6 +106,32 @@ def pool_beyond_the_hit(made: Evidence) -> Evidence:
     return replace_request(pooled, "a0.1", pool_tokens=r.hit_tokens + 64)
 
 
+def on_cached(mutate: Mutation, system: str = "dualpath") -> Mutation:
+    """The change, of a run whose nodes have caches of their own."""
+    return lambda made: mutate(evidence(system=SYSTEMS[system], cached=True))
+
+
+def on_cache(name: str, **changes: Any) -> Mutation:
+    """A node's cache counted otherwise."""
+
+    def change(made: Evidence) -> Evidence:
+        cache = node(made, name).cache
+        assert cache is not None
+        return replace_node(made, name, cache=msgspec.structs.replace(cache, **changes))
+
+    return on_cached(change)
+
+
+def from_the_other_side(made: Evidence) -> Evidence:
+    """What the PE's cache gave is said to be the DE's."""
+    r = request(made, "a0.2")
+    return replace_request(made, "a0.2", pool_tokens=r.hit_tokens, pool_de_tokens=r.hit_tokens)
+
+
+def given_remotely(made: Evidence) -> Evidence:
+    return replace_request(made, "a0.2", pool_local_tokens=0)
+
+
 def free_on_a_port(made: Evidence) -> Evidence:
     """What is free is counted as if a NIC had carried it."""
     free = evidence(system=SYSTEMS["oracle"])
@@ -215,6 +241,15 @@ MUTATIONS: list[tuple[str, str, Mutation]] = [
     ("decisions followed", "on the DE's side", split_elsewhere),
     ("whole blocks", "from a pool", pool_without_a_pool),
     ("whole blocks", "from a pool", pool_beyond_the_hit),
+    ("whole blocks", "from caches, 0 of them", on_cached(given_remotely)),
+    ("whole blocks", "from DRAM on the DE's side", on_cached(from_the_other_side, "split")),
+    ("pools whole", "1 leases of blocks in DRAM are out", on_cache("pe0", leases=1)),
+    ("pools whole", "2 slots reserved", on_cache("de0", pending=2)),
+    ("pools whole", "5 of 9 slots used after 7 blocks came in and 1 gave way", on_cache("pe0", evicted=1)),
+    ("pools whole", "5 of 4 slots used", on_cache("pe0", total=4)),
+    ("step bytes", "pe0: its cache gave 99 blocks", on_cache("pe0", hits=99)),
+    ("step bytes", "de0: its cache was asked for 0 blocks", on_cache("de0", looked_up=0)),
+    ("step bytes", "no record of its cache", on_cached(lambda m: replace_node(m, "de0", cache=None))),
     ("whole blocks", "expected whole blocks", on_request("a0.1", hit_tokens=100)),
     ("whole blocks", "a token left", on_request("a0.0", hit_tokens=192, prompt_tokens=192)),
     ("whole blocks", "persisted 0", on_request("a0.0", persisted_tokens=0)),
@@ -266,9 +301,10 @@ MUTATIONS: list[tuple[str, str, Mutation]] = [
 ]
 
 WHOLE = [
-    *((system, de_direct) for system in (*SYSTEMS.values(), POOLED) for de_direct in (False, True)),
+    *((system, de_direct, False) for system in (*SYSTEMS.values(), POOLED) for de_direct in (False, True)),
+    *((system, direct, True) for system in SYSTEMS.values() if not system.pool for direct in (False, True)),
 ]
-"""Every system, with decode KV by way of the buffer and straight into HBM."""
+"""Every system, with decode KV by way of the buffer and straight into HBM; with caches where it may have them."""
 
 
 @given(st.integers(1, 4), st.integers(1, 4))
@@ -280,10 +316,10 @@ def test_a_sound_run_breaks_nothing(agents: int, turns: int) -> None:
     assert [f.number for f in findings] == list(range(1, len(verify.INVARIANTS) + 1))
 
 
-@pytest.mark.parametrize(("system", "de_direct"), WHOLE)
-def test_every_system_has_its_own_account(system: System, de_direct: bool) -> None:
+@pytest.mark.parametrize(("system", "de_direct", "cached"), WHOLE)
+def test_every_system_has_its_own_account(system: System, de_direct: bool, cached: bool) -> None:
     """Whatever a system loads again, splits, pools or gets free: its account holds for its own runs only."""
-    made = evidence(system=system, de_direct=de_direct)
+    made = evidence(system=system, de_direct=de_direct, cached=cached)
     assert [f for f in verify.verify(made) if not f.ok] == []
     free = msgspec.structs.replace(system, free=not system.free)
     resident = msgspec.structs.replace(system, layerwise=not system.layerwise)
@@ -313,6 +349,20 @@ def test_a_failed_request_loosens_step_bytes_by_its_own_bytes_only() -> None:
     assert next(f for f in verify.verify(failed) if f.invariant == "step bytes").ok
     refused = replace_node(failed, "sched", decisions=())
     assert not next(f for f in verify.verify(refused) if f.invariant == "step bytes").ok
+
+
+def test_a_failed_request_loosens_what_caches_gave_by_its_own_hit_only() -> None:
+    """Whether it had read and what it had found is unknown; all others' part stays exact."""
+    failed = replace_request(
+        evidence(cached=True), "a0.2", status="failed", error="lost", path=None, hit_tokens=0, persisted_tokens=0
+    )
+    assert next(f for f in verify.verify(failed) if f.invariant == "step bytes").ok
+    asked = node(failed, "pe0").cache
+    assert asked is not None
+    for more in (-99, 1):
+        changed = msgspec.structs.replace(asked, looked_up=asked.looked_up + more)
+        wrong = replace_node(failed, "pe0", cache=changed)
+        assert not next(f for f in verify.verify(wrong) if f.invariant == "step bytes").ok
 
 
 def test_one_token_may_take_more_than_the_quota() -> None:

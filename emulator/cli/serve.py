@@ -19,6 +19,7 @@ import click
 import msgspec
 
 from ..config import ReplayConfig, RunConfig
+from ..deployment import Deployment
 from ..errors import ConfigError
 from ..estimate import estimate
 from ..evidence import continuing_turns, expected_tokens
@@ -48,6 +49,9 @@ class _Job:
         self.decisions: Decisions | None = load_decisions(asked)
         replays = asked.replays()
         self.runs = [msgspec.structs.replace(base, replay=replay) for replay in replays]
+        for run in self.runs:
+            # Settings that a system cannot be run with.
+            Deployment(run)
         self._outs = [_out_of(asked.out, replay, alone=len(replays) == 1) for replay in replays]
         if asked.out is not None and len(set(self._outs)) < len(self._outs):
             raise ConfigError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -27,15 +27,24 @@ from .withdrawal import Withdrawal
 __all__ = [
     "LANDING_BLOCKS",
     "READS_IN_FLIGHT",
+    "Job",
     "Reader",
     "StorageReader",
     "StorageWriter",
     "Wanted",
+    "all_of",
+    "copy_blocks",
     "landing_region",
+    "runs_of",
 ]
 
 LANDING_BLOCKS = 64
 """Full Blocks of one DE node that a storage node can have received and not yet committed."""
+
+COPY_BYTES = 1 << 20
+"""What is copied inside a node before other tasks may run."""
+
+Job = Callable[[], Awaitable[None]]
 
 READS_IN_FLIGHT = 4
 """Requests whose blocks a node asks for at once: enough to keep its SNIC busy between two requests."""
@@ -136,6 +145,42 @@ class StorageReader(Reader):
                 await self._fabric.call(node, READ, read)
         except EmulatorError as error:
             failures.append(error)
+
+
+async def copy_blocks(source: Region, target: Region, moves: Sequence[tuple[int, int]], size: int) -> None:
+    """Copy blocks of ``size`` bytes inside a node, each from a byte of ``source`` to one of ``target``."""
+    for at, (begin, to) in enumerate(moves):
+        target.memory[to : to + size] = source.memory[begin : begin + size]
+        if at % max(1, COPY_BYTES // size) == 0:
+            await trio.lowlevel.checkpoint()
+
+
+async def all_of(jobs: Iterable[Job]) -> None:
+    """Run ``jobs`` at once. Raises their first EmulatorError when all are over: memory is in use until then."""
+    failures: list[EmulatorError] = []
+
+    async def attempt(job: Job) -> None:
+        try:
+            await job()
+        except EmulatorError as error:
+            failures.append(error)
+
+    async with trio.open_nursery() as nursery:
+        for job in jobs:
+            nursery.start_soon(attempt, job)
+    if failures:
+        raise failures[0]
+
+
+def runs_of(indexes: Sequence[int]) -> Iterator[Run]:
+    """Ascending ``indexes`` as runs of (first, count)."""
+    first = end = indexes[0]
+    for index in indexes:
+        if index != end:
+            yield first, end - first
+            first = index
+        end = index + 1
+    yield first, end - first
 
 
 def _at_most(runs: Sequence[Run], blocks: int) -> list[list[Run]]:

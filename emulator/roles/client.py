@@ -235,6 +235,7 @@ class Client:
             de_hit_tokens=self._deployment.hit_tokens(decision.de_blocks),
             pool_tokens=self._deployment.hit_tokens(served.pooled.blocks),
             pool_local_tokens=self._deployment.hit_tokens(served.pooled.local),
+            pool_de_tokens=self._deployment.hit_tokens(served.de_pooled.blocks),
             output_tokens=turn.output_tokens,
             persisted_tokens=settled.persisted_tokens,
             arrived_s=request.arrived_s,

@@ -17,7 +17,7 @@ from ..errors import EmulatorError, ProtocolViolation, Withdrawn
 from ..fabric.interface import Fabric, Transfer
 from ..models.backend import Backend
 from ..pool import BufferPool
-from ..records import PoolRecord
+from ..records import CacheRecord, PoolRecord
 from .blockio import Reader, StorageReader, StorageWriter, Wanted
 from .decode_engine import DecodeEngine, DecodeRequest, DecodeSequence
 from .decode_steps import DecodeGroup
@@ -47,6 +47,7 @@ from .messages import (
     Settle,
     Settled,
 )
+from .nodecache import CachedReader, CachingWriter, open_cache
 from .segments import (
     buffer_rows,
     hbm_region,
@@ -86,6 +87,10 @@ class DecodeNode:
             pool = DramPool(deployment, fabric)
             self._reader = PoolReader(deployment, fabric, pool, self._region)
             self._writer = PoolWriter(deployment, fabric, pool)
+        self._cache = open_cache(deployment, fabric)
+        if self._cache is not None:
+            self._reader = CachedReader(deployment, fabric, self._cache, self._region)
+            self._writer = CachingWriter(deployment, fabric, self._cache)
         self._leader = Leader(deployment, fabric)
         self._traffic = Traffic(deployment, fabric)
         self._requests: dict[str, DecodeRequest] = {}
@@ -112,6 +117,10 @@ class DecodeNode:
             yield engine.pool.record()
         for pool in self._writer.pools:
             yield pool.record()
+
+    def cache(self) -> CacheRecord | None:
+        """What the node's own cache counted; None where it has none."""
+        return None if self._cache is None else self._cache.record()
 
     @property
     def steps(self) -> int:
@@ -201,6 +210,7 @@ class DecodeNode:
             token_gaps=tuple(sequence.gaps),
             model_tokens=tuple(sequence.predicted),
             pooled=pooled + prefilled.pooled,
+            de_pooled=pooled,
         )
 
     async def _read(self, request: DecodeRequest, order: int) -> tuple[Pooled, float]:

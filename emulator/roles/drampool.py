@@ -15,21 +15,20 @@ read, and nobody finds one before it is there. Whoever fails ends the run, so th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import msgspec
-import trio
 
 from ..deployment import Deployment, join_ids, split_ids
 from ..dramcache import Directory, Found, Reserved
-from ..errors import EmulatorError, ProtocolViolation
+from ..errors import ProtocolViolation
 from ..extent import Extent
 from ..fabric.interface import Endpoint, Fabric, Method, Region, Segment, Target, Transfer
 from ..kvcache import BlockId
 from ..pool import Run
 from ..records import CacheRecord
-from .blockio import Reader, StorageReader, StorageWriter, Wanted
+from .blockio import Job, Reader, StorageReader, StorageWriter, Wanted, all_of, copy_blocks, runs_of
 from .messages import Ack, Pooled
 from .withdrawal import Withdrawal
 
@@ -38,13 +37,8 @@ __all__ = ["DramPool", "PoolMaster", "PoolReader", "PoolWriter"]
 POOL = "pool"
 """The region of a node that holds its part of the pool."""
 
-COPY_BYTES = 1 << 20
-"""What is copied inside a node before other tasks may run."""
-
 Move = tuple[int, int]
 """(slot of the pool, byte in a buffer) of one block."""
-
-Job = Callable[[], Awaitable[None]]
 
 
 class PoolLookup(msgspec.Struct, frozen=True):
@@ -139,7 +133,7 @@ class DramPool:
             )
         rails = self._rails(request.node)
         moves = list(zip(request.slots, request.offsets, strict=True))
-        await _all(
+        await all_of(
             partial(self._stream, Target(*ends, request.region, Transfer.POOL), moves[rail :: len(rails)])
             for rail, ends in enumerate(rails[: len(moves)])
         )
@@ -153,23 +147,14 @@ class DramPool:
         master = self._deployment.scheduler
         mine = PoolReserve(self._fabric.node, join_ids(ids))
         reserved = await self._fabric.call(master, RESERVE, mine)
-        await self._copy([(slot, offsets[index]) for index, slot in reserved.slots], region, into_pool=True)
+        kept = [(offsets[index], slot * self._size) for index, slot in reserved.slots]
+        await copy_blocks(region, self._region, kept, self._size)
         await self._fabric.call(master, COMMIT, PoolCommit(reserved.reservation))
 
     async def take(self, moves: Sequence[Move], region: Region) -> None:
         """Copy blocks of this node's part into ``region``."""
-        await self._copy(moves, region, into_pool=False)
-
-    async def _copy(self, moves: Sequence[Move], region: Region, *, into_pool: bool) -> None:
-        size, pool = self._size, self._region.memory
-        for at, (slot, offset) in enumerate(moves):
-            kept, block = pool[slot * size : (slot + 1) * size], region.memory[offset : offset + size]
-            if into_pool:
-                kept[:] = block
-            else:
-                block[:] = kept
-            if at % max(1, COPY_BYTES // size) == 0:
-                await trio.lowlevel.checkpoint()
+        taken = [(slot * self._size, offset) for slot, offset in moves]
+        await copy_blocks(self._region, region, taken, self._size)
 
     async def _stream(self, target: Target, moves: Sequence[Move]) -> None:
         most = self._deployment.config.engine.read_message_blocks
@@ -223,8 +208,8 @@ class PoolReader(Reader):
         own = moves.pop(node, [])
         reads: list[Job] = [partial(self._read_from, *of_node) for of_node in moves.items()]
         if missing:
-            reads.append(partial(self._storage.fetch, wanted, list(_runs(missing))))
-        await _all([partial(self._pool.take, own, self._buffer), *reads])
+            reads.append(partial(self._storage.fetch, wanted, list(runs_of(missing))))
+        await all_of([partial(self._pool.take, own, self._buffer), *reads])
         if missing:
             offsets = [wanted.base + index * size for index in missing]
             await self._pool.keep([ids[index] for index in missing], self._buffer, offsets)
@@ -248,34 +233,6 @@ class PoolWriter(StorageWriter):
         """Returns when all are committed to storage, and those that found room are in the pool."""
         await super().write(ids, first_index, region, base)
         await self._pool.keep(ids, region, [base + at * self._size for at in range(len(ids))])
-
-
-async def _all(jobs: Iterable[Job]) -> None:
-    """Run ``jobs`` at once. Raises their first EmulatorError when all are over: memory is in use until then."""
-    failures: list[EmulatorError] = []
-
-    async def attempt(job: Job) -> None:
-        try:
-            await job()
-        except EmulatorError as error:
-            failures.append(error)
-
-    async with trio.open_nursery() as nursery:
-        for job in jobs:
-            nursery.start_soon(attempt, job)
-    if failures:
-        raise failures[0]
-
-
-def _runs(indexes: Sequence[int]) -> Iterator[Run]:
-    """Ascending ``indexes`` as runs of (first, count)."""
-    first = end = indexes[0]
-    for index in indexes:
-        if index != end:
-            yield first, end - first
-            first = index
-        end = index + 1
-    yield first, end - first
 
 
 def _extents(offsets: Iterable[int], size: int) -> tuple[Extent, ...]:

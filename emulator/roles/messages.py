@@ -93,7 +93,7 @@ class Serve(msgspec.Struct, frozen=True):
 
 
 class Pooled(msgspec.Struct, frozen=True):
-    """Hit blocks that a DRAM pool gave; ``local`` of them lay in the reading node's own DRAM."""
+    """Hit blocks that DRAM gave, a pool's or a cache; ``local`` of them lay in the reading node's own."""
 
     blocks: int = 0
     local: int = 0
@@ -115,6 +115,8 @@ class Served(msgspec.Struct, frozen=True):
     token_gaps: tuple[tuple[float, int], ...]
     model_tokens: tuple[int, ...]
     pooled: Pooled = Pooled()
+    """What DRAM gave on both sides together, and ``de_pooled`` of it on the DE's."""
+    de_pooled: Pooled = Pooled()
 
 
 class Settle(msgspec.Struct, frozen=True):

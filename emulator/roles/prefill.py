@@ -16,7 +16,7 @@ from ..errors import Withdrawn
 from ..fabric.interface import Fabric, Transfer
 from ..models.backend import Backend
 from ..pool import BufferPool
-from ..records import BatchRecord, PoolRecord
+from ..records import BatchRecord, CacheRecord, PoolRecord
 from .blockio import Reader, StorageReader, Wanted
 from .drampool import DramPool, PoolReader
 from .leader import Leader, Reports
@@ -36,6 +36,7 @@ from .messages import (
     Prefill,
     Prefilled,
 )
+from .nodecache import CachedReader, open_cache
 from .prefill_engine import Chunk, Job, PrefillEngine
 from .traffic import Traffic
 from .withdrawal import Withdrawal
@@ -58,6 +59,9 @@ class PrefillNode:
         self._reader: Reader = StorageReader(deployment, fabric)
         if deployment.system.pool:
             self._reader = PoolReader(deployment, fabric, DramPool(deployment, fabric), self._region)
+        self._cache = open_cache(deployment, fabric)
+        if self._cache is not None:
+            self._reader = CachedReader(deployment, fabric, self._cache, self._region)
         self._leader = Leader(deployment, fabric)
         self._withdrawals: dict[str, Withdrawal] = {}
         traffic = Traffic(deployment, fabric)
@@ -84,6 +88,10 @@ class PrefillNode:
         yield self._pool.record()
         for engine in self._engines.values():
             yield engine.pool.record()
+
+    def cache(self) -> CacheRecord | None:
+        """What the node's own cache counted; None where it has none."""
+        return None if self._cache is None else self._cache.record()
 
     async def prefill(self, request: Prefill) -> Prefilled:
         """Read the hit blocks where they are ours to read, compute, and reply when the last layer is computed.

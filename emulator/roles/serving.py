@@ -17,7 +17,7 @@ from ..errors import EmulatorError
 from ..fabric.interface import Fabric
 from ..policy import Policy, make_policy
 from ..policy.plugin import load_policy
-from ..records import NodeRecord
+from ..records import CacheRecord, NodeRecord
 from ..store import MemoryStore, open_store
 from .client import Client
 from .decode import DecodeNode
@@ -76,8 +76,14 @@ class Role:
             pools=tuple(part.pools()) if isinstance(part, PrefillNode | DecodeNode | StorageNode) else (),
             batches=tuple(part.batches()) if isinstance(part, PrefillNode) else (),
             decisions=part.decisions() if isinstance(part, Scheduler) else (),
-            cache=None if self._pool is None else self._pool.record(),
+            cache=self._cache(),
         )
+
+    def _cache(self) -> CacheRecord | None:
+        """What the pool's directory counted on the scheduler's node, or a node's own cache on that node."""
+        if self._pool is not None:
+            return self._pool.record()
+        return self._part.cache() if isinstance(self._part, PrefillNode | DecodeNode) else None
 
 
 def _policy(deployment: Deployment) -> Policy:
