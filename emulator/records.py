@@ -58,8 +58,9 @@ class PortBytes(msgspec.Struct, frozen=True):
 
     ``direction`` is ``read`` (bytes leave the node's memory through the NIC) or ``write`` (bytes enter it).
     ``busy_s`` is the model time during which at least one message was outstanding on it. ``windows`` are
-    payload bytes per window of ``window_s``; a message counts whole in the window in which it is over. ``gaps``:
-    those of the lane of collectives, by length.
+    payload bytes per window of ``window_s``; a message counts whole in the window in which it is over.
+    ``under_way_bytes``: the most payload, at any moment, of messages whose first byte was free to go and which
+    were not over. ``gaps``: those of the lane of collectives, by length.
     """
 
     nic: str
@@ -70,6 +71,7 @@ class PortBytes(msgspec.Struct, frozen=True):
     busy_s: float
     window_s: float
     windows: tuple[int, ...]
+    under_way_bytes: int
     gaps: tuple[GapRecord, ...] = ()
 
 

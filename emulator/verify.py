@@ -320,11 +320,10 @@ def _ports_carry_transfers(evidence: Evidence) -> Iterator[str]:
 
 
 def _rates_kept(evidence: Evidence) -> Iterator[str]:
-    # Bytes count when their message is in place, so a stretch of time can be credited with what was on its
-    # way when it began: bounded by the KV of the largest request, the largest message there is. A stretch is
-    # known to whole windows only, which is one more window's worth.
+    # Bytes count when their message is in place, so a stretch of time can be credited with all that was under
+    # way when it began: a message of each queue pair that crosses the port. One window's worth is for links,
+    # where a process may see late what has arrived.
     known = {(p.node, p.nic): p for p in evidence.setup.ports}
-    largest = max((r.prompt_tokens + r.output_tokens for r in evidence.records.requests), default=0)
     for node in evidence.records.nodes:
         lanes: defaultdict[tuple[str, str], list[PortBytes]] = defaultdict(list)
         for p in node.ports:
@@ -336,7 +335,7 @@ def _rates_kept(evidence: Evidence) -> Iterator[str]:
                 continue
             rate = known[node.node, nic].rate_bps
             window_s = max(p.window_s for p in rows)
-            allowed = rate * window_s + largest * evidence.setup.token_bytes
+            allowed = rate * window_s + sum(p.under_way_bytes for p in rows)
             surplus = worst = 0.0
             for window in itertools.zip_longest(*(p.windows for p in rows), fillvalue=0):
                 surplus = max(0.0, surplus + sum(window) - rate * (1 + RATE_SLACK) * window_s)

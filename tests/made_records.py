@@ -53,6 +53,7 @@ def port(nic: str, windows: tuple[int, ...], window_s: float = 1.0, direction: s
         busy_s=len(windows) * window_s,
         window_s=window_s,
         windows=windows,
+        under_way_bytes=max(windows, default=0),
     )
 
 

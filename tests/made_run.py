@@ -108,7 +108,7 @@ class _Ledger:
             return tuple(TransferBytes(*k, book[k], self.messages[k]) for k in sorted(book) if k[end] == name)
 
         ports = tuple(
-            PortBytes(nic, direction, 2, sum(w), sum(1 for b in w if b), float(len(w)), WINDOW_S, tuple(w))  # type: ignore[arg-type]
+            PortBytes(nic, direction, 2, sum(w), sum(1 for b in w if b), float(len(w)), WINDOW_S, tuple(w), max(w))  # type: ignore[arg-type]
             for (node, nic, direction), w in sorted(self.ports.items())
             if node == name
         )

@@ -167,3 +167,40 @@ def test_gaps_are_the_idle_times_between_collectives(
     for gap in gaps:
         mean_s = gap.total_s / gap.count
         assert gap.upto_s / 2 * (1 - 1e-9) <= mean_s <= gap.upto_s * (1 + 1e-9)
+
+
+@given(messages)
+def test_under_way_is_the_most_that_had_departed_and_was_not_over(
+    spans: list[tuple[float, float, int, bool]],
+) -> None:
+    """At every moment that lasted, placed or not; what only changes hands within an instant is counted once."""
+    meter = Books(0.5).port("cnic0", "read", VirtualLane.KV)
+    changes: list[tuple[float, int, int, bool]] = []
+    for start, length, size, kept in spans:
+        changes += [(start, 0, size, kept), (start + length, 1, size, kept)]
+    # In one instant what begins comes first, as where a queue pair's next message follows at once.
+    for at, kind, size, kept in sorted(changes, key=lambda change: change[:2]):
+        if kind == 0:
+            meter.begin(at)
+            meter.depart(at, size)
+        elif kept:
+            meter.end(at, size)
+        else:
+            meter.drop(at, size)
+    moments = {at for at, *_ in changes}
+    most = max(sum(size for start, length, size, _ in spans if start <= at < start + length) for at in moments)
+    assert meter.record(1000.0).under_way_bytes == most
+
+
+def test_what_is_outstanding_and_has_not_departed_is_not_under_way() -> None:
+    """Ten messages in a queue are one under way; one that is dropped from the queue was none."""
+    meter = Books(1.0).port("dram0", "write", VirtualLane.KV)
+    for _ in range(10):
+        meter.begin(0.0)
+    meter.depart(0.0, 7)
+    meter.drop(1.0)
+    for at in range(2, 10):
+        meter.depart(at, 7)
+        meter.end(at, 7)
+    meter.end(10.0, 7)
+    assert meter.record(20.0).under_way_bytes == 7

@@ -300,6 +300,19 @@ def test_every_system_serves_and_breaks_nothing(system: str, engine: dict[str, f
 
 
 @pytest.mark.parametrize("system", list(SYSTEMS))
+@pytest.mark.parametrize("dram_gbps", [0.1, 1])
+def test_dram_that_everything_waits_for_keeps_its_rate(system: str, dram_gbps: float) -> None:
+    """Messages of all NICs at once are under way in it; a DRAM that is said to have half its rate is found out."""
+    run = config(system=system, agents=6, engine={"dram_gbps": dram_gbps})
+    workload = Workload(tuple(conversation(name, (900, 70), (130, 64), (200, 90)) for name in "abcdef"))
+    records = simulate(run, workload)
+    assert broken(run, workload, records) == []
+    if system != "oracle":
+        slower = config(system=system, agents=6, engine={"dram_gbps": dram_gbps / 2})
+        assert [line.split(":")[0] for line in broken(slower, workload, records)] == ["rates kept"]
+
+
+@pytest.mark.parametrize("system", list(SYSTEMS))
 def test_every_system_repeats_its_decisions(system: str) -> None:
     """Chunks, group steps and split reads are repeated as they were."""
     run = config(system=system, agents=3, pe_nodes=2, engine={"batch_tokens": 200})

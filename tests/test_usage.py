@@ -156,7 +156,7 @@ CNIC = Port("pe0", "cnic0", "pe", 100.0)
 
 
 def lane(which: VirtualLane, payload: int, busy_s: float, direction: str = "read") -> PortBytes:
-    return PortBytes("cnic0", direction, which, payload, 1, busy_s, 1.0, (payload,))  # type: ignore[arg-type]
+    return PortBytes("cnic0", direction, which, payload, 1, busy_s, 1.0, (payload,), payload)  # type: ignore[arg-type]
 
 
 def test_kv_uses_what_collectives_leave() -> None:

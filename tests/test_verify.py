@@ -377,7 +377,9 @@ def test_one_token_may_take_more_than_the_quota() -> None:
 def inside(made: Evidence, name: str, kind: str, rate_bps: float) -> Evidence:
     """DRAM or a PCIe link of de0 is known and has counted 1,000 B a second each way for 100 s."""
     port = Port("de0", name, "de", rate_bps, kind)  # type: ignore[arg-type]
-    rows = tuple(PortBytes(name, way, 2, 100_000, 100, 100.0, 1.0, (1_000,) * 100) for way in ("read", "write"))
+    rows = tuple(
+        PortBytes(name, way, 2, 100_000, 100, 100.0, 1.0, (1_000,) * 100, 10) for way in ("read", "write")
+    )
     wider = replace_node(made, "de0", ports=(*node(made, "de0").ports, *rows))
     return msgspec.structs.replace(
         wider, setup=msgspec.structs.replace(made.setup, ports=(*made.setup.ports, port))
@@ -391,6 +393,26 @@ def test_what_is_inside_a_node_has_a_rate_and_is_no_nic(kind: str, rate_bps: flo
     """DRAM's two ways share its rate, PCIe's do not; neither adds to what NICs carried."""
     broken = [f.invariant for f in verify.verify(inside(evidence(), f"{kind}0", kind, rate_bps)) if not f.ok]
     assert broken == ([] if ok else ["rates kept"])
+
+
+@pytest.mark.parametrize(("surplus", "ok"), [(0, True), (1, False)])
+def test_a_stretch_is_credited_with_what_was_under_way_and_no_byte_more(surplus: int, ok: bool) -> None:
+    """70 windows at full rate, and in the first one on top: a window's worth, and the bytes under way each way."""
+    made, rate_bps, under_way = evidence(), 2_000, (300, 50)
+    made = inside(made, "dram0", "dram", rate_bps)
+    de = node(made, "de0")
+    least = rate_bps // 2 * (1 + verify.RATE_SLACK)
+    rows = [
+        msgspec.structs.replace(
+            p,
+            windows=(int(least) + rate_bps // 2 + more + surplus * (p.direction == "read"),) + (int(least),) * 70,
+            under_way_bytes=more,
+        )
+        for p, more in zip(de.ports[-2:], under_way, strict=True)
+    ]
+    rows = [msgspec.structs.replace(p, payload_bytes=sum(p.windows)) for p in rows]
+    credited = replace_node(made, "de0", ports=(*de.ports[:-2], *rows))
+    assert [f.invariant for f in verify.verify(credited) if not f.ok] == ([] if ok else ["rates kept"])
 
 
 def test_cudas_copies_cross_no_nic() -> None:

@@ -39,6 +39,10 @@ class Message(ABC):
         self.size_bytes = size_bytes
         self.begun = False
 
+    def begin(self) -> None:
+        """It is the first of its pipe from now on."""
+        self.begun = True
+
     @abstractmethod
     def place(self) -> None:
         """Its last byte has arrived."""
@@ -220,7 +224,7 @@ class Pipe:
 
     def _begin(self) -> None:
         message = self._queue[0]
-        message.begun = True
+        message.begin()
         self._remaining = float(message.size_bytes)
         self._since = self._engine.now
         self._predict()

@@ -67,6 +67,12 @@ class _Counted(Message):
             meter.begin(now)
         self._pair.pipe.post(self)
 
+    def begin(self) -> None:
+        super().begin()
+        now, size = self._pair.sender.engine.now, self.size_bytes
+        for meter in self._pair.meters:
+            meter.depart(now, size)
+
     def drop(self) -> bool:
         """Take it back; False if it has begun or is over."""
         dropped = self._pair.pipe.drop(self)
@@ -87,9 +93,9 @@ class _Counted(Message):
         receiver.books.count_received(transfer, sender.node, receiver.node, size)
 
     def _unmeter(self) -> None:
-        now = self._pair.sender.engine.now
+        now, departed_bytes = self._pair.sender.engine.now, self.size_bytes if self.begun else 0
         for meter in self._pair.meters:
-            meter.drop(now)
+            meter.drop(now, departed_bytes)
 
 
 class Posted(_Counted):

@@ -59,17 +59,24 @@ class _Gaps:
 
 
 class PortMeter:
-    """One direction of a NIC on one lane. Busy while at least one message is outstanding."""
+    """One direction of a NIC on one lane. Busy while at least one message is outstanding.
+
+    A message is outstanding from ``begin`` on, *under way* from ``depart`` on, when its first byte may go, and
+    neither after ``end`` or ``drop``.
+    """
 
     __slots__ = (
         "_busy_s",
+        "_changed_s",
         "_gaps",
         "_is_kv",
         "_is_model",
         "_messages",
+        "_most_under_way_bytes",
         "_outstanding",
         "_payload_bytes",
         "_since_s",
+        "_under_way_bytes",
         "_window_s",
         "_windows",
         "key",
@@ -85,7 +92,8 @@ class PortMeter:
         self._window_s = window_s
         self._windows: list[int] = []
         self._payload_bytes = self._messages = self._outstanding = 0
-        self._busy_s = self._since_s = 0.0
+        self._under_way_bytes = self._most_under_way_bytes = 0
+        self._busy_s = self._since_s = self._changed_s = 0.0
 
     def begin(self, now_s: float) -> None:
         """A message is outstanding from now on."""
@@ -95,9 +103,13 @@ class PortMeter:
                 self._gaps.close(now_s)
         self._outstanding += 1
 
+    def depart(self, now_s: float, payload_bytes: int) -> None:
+        """From now on bytes of a message that is outstanding may go."""
+        self._carry(now_s, payload_bytes)
+
     def end(self, now_s: float, payload_bytes: int) -> None:
         """A message is in place; its bytes count in the window of this moment."""
-        self.drop(now_s)
+        self.drop(now_s, payload_bytes)
         self._payload_bytes += payload_bytes
         self._messages += 1
         if self._is_kv:
@@ -108,13 +120,21 @@ class PortMeter:
             windows.extend([0] * (index + 1 - len(windows)))
         windows[index] += payload_bytes
 
-    def drop(self, now_s: float) -> None:
-        """A message is no longer outstanding and never came into place."""
+    def drop(self, now_s: float, departed_bytes: int = 0) -> None:
+        """A message is no longer outstanding and never came into place; its bytes where it was under way."""
+        self._carry(now_s, -departed_bytes)
         self._outstanding -= 1
         if not self._outstanding:
             self._busy_s += now_s - self._since_s
             if self._is_model:
                 self._gaps.open(now_s)
+
+    def _carry(self, now_s: float, change_bytes: int) -> None:
+        # What lasted no time does not count: in the instant in which a message ends, the next one has begun.
+        if now_s > self._changed_s:
+            self._most_under_way_bytes = max(self._most_under_way_bytes, self._under_way_bytes)
+            self._changed_s = now_s
+        self._under_way_bytes += change_bytes
 
     def record(self, now_s: float) -> PortBytes:
         """The counters as of now."""
@@ -129,6 +149,7 @@ class PortMeter:
             busy_s=self._busy_s + running,
             window_s=self._window_s,
             windows=tuple(self._windows),
+            under_way_bytes=max(self._most_under_way_bytes, self._under_way_bytes),
             gaps=self._gaps.record() if lane is VirtualLane.MODEL else (),
         )
 

@@ -195,20 +195,21 @@ class Reception:
         while True:
             header = await self._header()
             region = self._checked(header)
-            now = self._now()
+            now, size = self._now(), header.payload_bytes
             for meter in meters:
                 meter.begin(now)
+                meter.depart(now, size)
             try:
                 await self._place(header, region.memory, now)
             except BaseException:
                 now = self._now()
                 for meter in meters:
-                    meter.drop(now)
+                    meter.drop(now, size)
                 raise
             self._placed_s = now = self._now()
             for meter in meters:
-                meter.end(now, header.payload_bytes)
-            self._books.count_received(header.transfer, src, dst, header.payload_bytes)
+                meter.end(now, size)
+            self._books.count_received(header.transfer, src, dst, size)
             self._placed += 1
             if header.tag:
                 marks = self._marks.get(header.tag)

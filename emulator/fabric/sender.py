@@ -140,11 +140,13 @@ class QueuePair:
             return
         self._error = error
         now = self._now()
-        for messages in (self._begun, self._queue):
-            for meter in self._meters:
-                for _ in messages:
-                    meter.drop(now)
-            messages.clear()
+        for meter in self._meters:
+            for message in self._begun:
+                meter.drop(now, message.size_bytes)
+            for _ in self._queue:
+                meter.drop(now)
+        self._begun.clear()
+        self._queue.clear()
         self._rest, self._rest_bytes = [], 0
         for stream in self._streams:
             stream.on_failed(error)
@@ -199,6 +201,9 @@ class QueuePair:
             self._queue.popleft()
             message.stream.on_begun()
             self._begun.append(message)
+            now = self._now()
+            for meter in self._meters:
+                meter.depart(now, whole)
             buffers.append(message.header)
             payload = _payload(message.stream.memory, message.extents, whole)
             buffers.extend(payload if piece == whole else self._cut(payload, whole, piece))
