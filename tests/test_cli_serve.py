@@ -207,3 +207,10 @@ def test_a_request_that_no_cluster_holds_is_refused_at_once(
     # Each forced token of the one served is computed in the run and by the reference, and its prompt's too.
     assert len(computed) <= 2 * 5
     assert _run("verify", str(tmp_path / "o")).exit_code == 0
+
+
+def test_a_name_that_no_cluster_can_have_is_refused_first(tmp_path: Path, small: tuple[str, ...]) -> None:
+    """Before an estimate is made or a directory for the run."""
+    done = _run("run", "1p1d", *small, "--name", "../x", "--out", str(tmp_path / "o"))
+    assert done.exit_code == 2 and done.stderr.startswith("emulate: cluster name '../x'")
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "o").exists()

@@ -23,6 +23,7 @@ from ..errors import ConfigError
 from ..estimate import estimate
 from ..evidence import continuing_turns, expected_tokens
 from ..hosts.isolate import invoking_user
+from ..hosts.state import check_cluster_name
 from ..judge import Verdict, judge, judge_virtual, kernel_ports
 from ..plan import cluster_spec
 from ..records import Decisions, RunRecords
@@ -217,6 +218,8 @@ def run(
 
     from ..cluster import open_cluster
 
+    if name is not None:
+        check_cluster_name(name)
     base = load_run(topology, model=model, kv_bytes=kv_bytes, dilation=dilation)
     job = _Job(Asked(**options), base)
     job.say_estimate()
