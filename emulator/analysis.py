@@ -206,6 +206,7 @@ def offered_load(
     engines = cluster.gpus // costs.tensor_parallel
     engines_are = "g" if costs.tensor_parallel == 1 else f"g/{costs.tensor_parallel}"
     batch = math.ceil(len(workload.trajectories) / (cluster.de_nodes * engines))
+    rest_s = costs.decode_rest_s(batch / costs.tensor_parallel)
     agents: list[list[_Turn]] = []
     for trajectory, hits in zip(workload.trajectories, cache.hit_tokens, strict=True):
         agents.append([])
@@ -220,7 +221,7 @@ def offered_load(
                     output=turn.output_tokens,
                     persisted=turn.total_tokens // block_tokens * block_tokens - hit,
                     prefill_s=costs.prefill_layer_s([(hit, miss)]) * costs.shape.layers,
-                    decode_s=costs.decode_step_s([middle] * batch) * turn.output_tokens,
+                    decode_s=(batch * costs.decode_attention_s([middle]) + rest_s) * turn.output_tokens,
                 )
             )
     turns = [turn for each in agents for turn in each]

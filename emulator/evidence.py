@@ -6,21 +6,30 @@ fabric or ``topology``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import numpy as np
 
 from .config import RunConfig
 from .deployment import Deployment
-from .models.reference import Prompt, reference_tokens
-from .workload import Workload, request_id
+from .models.reference import reference_tokens
+from .workload import Trajectory, Workload, request_id
 
 __all__ = ["continuing_turns", "expected_tokens"]
 
 
-def expected_tokens(run: RunConfig, workload: Workload) -> dict[str, tuple[int, ...]]:
-    """The tokens of a single process that never saw a network, by request id."""
-    return reference_tokens(Deployment(run).load_backend(), _prompts(workload))
+def expected_tokens(run: RunConfig, workload: Workload, served: Container[str]) -> dict[str, tuple[int, ...]]:
+    """The tokens of a single process that never saw a network, by request id; none for what was not ``served``.
+
+    A request that no cluster can hold is refused at once, and its tokens would take longer than the run.
+    """
+    prompts = (
+        (name, trajectory.id, trajectory.prompt(turn), trajectory.output(turn))
+        for name, trajectory, turn in _requests(workload)
+        if name in served
+    )
+    found = reference_tokens(Deployment(run).load_backend(), prompts)
+    return {name: found.get(name, ()) for name, _, _ in _requests(workload)}
 
 
 def continuing_turns(workload: Workload) -> dict[str, bool]:
@@ -33,7 +42,7 @@ def continuing_turns(workload: Workload) -> dict[str, bool]:
     return found
 
 
-def _prompts(workload: Workload) -> Iterator[Prompt]:
+def _requests(workload: Workload) -> Iterator[tuple[str, Trajectory, int]]:
     for trajectory in workload.trajectories:
         for turn in range(len(trajectory.turns)):
-            yield request_id(trajectory, turn), trajectory.id, trajectory.prompt(turn), trajectory.output(turn)
+            yield request_id(trajectory, turn), trajectory, turn

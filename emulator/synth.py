@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from .errors import ConfigError
-from .workload import Stream, Trajectory, Turn, Workload, seed_of
+from .workload import MAX_REQUESTS, Stream, Trajectory, Turn, Workload, seed_of
 
 __all__ = ["AGENTIC_SETS", "AgenticSet", "synth_agentic", "synth_hbm_bound", "synth_io_bound"]
 
@@ -61,12 +61,13 @@ def synth_agentic(seed: int, trajectories: int, max_len: int = 65_536, scale: fl
     share of the trajectories, at a random earlier length.
     Raises ConfigError for a ``max_len`` that is none of the published sets, or bad counts and scales.
     """
-    _positive("trajectories", trajectories)
+    _counts(trajectories, 1)
     if max_len not in AGENTIC_SETS:
         raise ConfigError(f"max_len {max_len}: expected one of the published sets, {list(AGENTIC_SETS)}")
     if not 0 < scale <= 1:
         raise ConfigError(f"scale {scale}: expected more than 0 and at most 1")
     like = AGENTIC_SETS[max_len]
+    _counts(trajectories, math.ceil(like.turns))
     limit = int(max_len * scale)
     rng = np.random.default_rng([seed, max_len])
     made = []
@@ -95,8 +96,7 @@ def synth_io_bound(
     blocks committed before the clock starts), so that all but about one append of every context is read.
     Raises ConfigError for counts below one and for empty ranges.
     """
-    _positive("trajectories", trajectories)
-    _positive("turns", turns)
+    _counts(trajectories, turns)
     _ranges(first_prompt=first_prompt, append=append, gen=gen)
     rng = np.random.default_rng([seed, 0x10B])
     made = []
@@ -104,7 +104,7 @@ def synth_io_bound(
         context, rounds = 0, []
         for turn in range(turns):
             prompt = context + _uniform(rng, append if turn else first_prompt)
-            rounds.append(Turn(prompt, _uniform(rng, gen), arrival_s=None if turn else 0.0))
+            rounds.append(_round(turn, prompt, _uniform(rng, gen)))
             context = rounds[-1].total_tokens
         made.append(_of_rounds(f"agent{index}", seed, rounds))
     return Workload(tuple(made), f"io-bound-seed{seed}")
@@ -129,8 +129,7 @@ def synth_hbm_bound(
     take ``long_append``. Meant for a warm store. Raises ConfigError for counts below one, for empty ranges, and
     for a share beyond 0 to 1.
     """
-    _positive("trajectories", trajectories)
-    _positive("turns", turns)
+    _counts(trajectories, turns)
     _ranges(first_prompt=first_prompt, append=append, long_append=long_append, gen=gen)
     if not 0 <= long_share <= 1:
         raise ConfigError(f"long_share {long_share}: expected 0 to 1")
@@ -142,10 +141,17 @@ def synth_hbm_bound(
             span = first_prompt
             if turn:
                 span = long_append if rng.random() < long_share else append
-            rounds.append(Turn(context + _uniform(rng, span), _uniform(rng, gen), arrival_s=None if turn else 0.0))
+            rounds.append(_round(turn, context + _uniform(rng, span), _uniform(rng, gen)))
             context = rounds[-1].total_tokens
         made.append(_of_rounds(f"agent{index}", seed, rounds))
     return Workload(tuple(made), f"hbm-bound-seed{seed}")
+
+
+def _round(turn: int, prompt_tokens: int, output_tokens: int) -> Turn:
+    try:
+        return Turn(prompt_tokens, output_tokens, arrival_s=None if turn else 0.0)
+    except ValueError as error:
+        raise ConfigError(f"turns: of turn {turn + 1}, {error}; expected fewer or shorter ones") from None
 
 
 def _ranges(**ranges: tuple[int, int]) -> None:
@@ -158,9 +164,15 @@ def _uniform(rng: np.random.Generator, span: tuple[int, int]) -> int:
     return int(rng.integers(*span, endpoint=True))
 
 
-def _positive(name: str, value: int) -> None:
-    if value < 1:
-        raise ConfigError(f"{name} {value}: expected 1 or more")
+def _counts(trajectories: int, turns: int) -> None:
+    for name, value in (("trajectories", trajectories), ("turns", turns)):
+        if value < 1:
+            raise ConfigError(f"{name} {value}: expected 1 or more")
+    if trajectories * turns > MAX_REQUESTS:
+        raise ConfigError(
+            f"trajectories {trajectories}: of {turns} turns each, {trajectories * turns} requests: expected at"
+            f" most {MAX_REQUESTS}"
+        )
 
 
 def _lognormal(rng: np.random.Generator, sigma: float) -> float:

@@ -306,6 +306,7 @@ def _read_mooncake_delta(path: Path, block: int) -> TraceResult:
 def _mooncake(path: Path, block: int, *, cumulative: bool) -> TraceResult:
     notes = {"out_of_order": 0}
     sessions: dict[str | int, list[Row]] = {}
+    spelt: dict[str, str | int] = {}
     request_ids: dict[str | int, str] = {}
     latest_s = 0.0
     for number, (where, text) in enumerate(_lines(path)):
@@ -322,6 +323,11 @@ def _mooncake(path: Path, block: int, *, cumulative: bool) -> TraceResult:
         arrival_s = _seconds(where, "timestamp", row.timestamp, 1000.0)
         delay_s = _seconds(where, "delay", row.delay, 1000.0)
         before = sessions.setdefault(number if row.session_id is None else str(row.session_id), [])
+        if row.session_id is not None and spelt.setdefault(str(row.session_id), row.session_id) != row.session_id:
+            raise ConfigError(
+                f"{where}: session_id {row.session_id!r}: an earlier row has"
+                f" {spelt[str(row.session_id)]!r}; expected all numbers or all strings"
+            )
         if arrival_s is None and not before:
             raise ConfigError(f"{where}: no timestamp, and no earlier row of its session: expected one of them")
         notes["out_of_order"] += arrival_s is not None and arrival_s < latest_s

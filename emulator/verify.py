@@ -52,8 +52,9 @@ SHOWN = 3
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What a verification looks at.
 
-    ``expected``: the reference's tokens of every request that arrived, by request id. ``continues``: request
-    id to whether its prompt begins with all of its predecessor's prompt and output; ids may be missing.
+    ``expected``: the reference's tokens of every request that arrived, by request id; there need be none of one
+    that was not served. ``continues``: request id to whether its prompt begins with all of its predecessor's
+    prompt and output; ids may be missing.
     """
 
     setup: metrics.Setup

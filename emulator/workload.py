@@ -28,6 +28,7 @@ from .errors import ConfigError
 
 __all__ = [
     "MAX_CONTEXT",
+    "MAX_REQUESTS",
     "MAX_WAIT_S",
     "VOCABULARY",
     "CacheHits",
@@ -56,6 +57,12 @@ MAX_CONTEXT = 2**24
 
 MAX_WAIT_S = 1e6
 """No trajectory waits longer than this, by its arrivals and think times: a longer wait is a mistake in a trace."""
+
+MAX_REQUESTS = 10_000_000
+"""No run makes more requests: twice those of the paper's largest, 48 K agents of 106 turns on 1,152 GPUs.
+
+To describe one takes 240 bytes (measured), so that what is refused would take 2.4 GB before the run begins.
+"""
 
 _MAX_STREAM = 2**40
 
@@ -240,11 +247,19 @@ def closed_loop(workload: Workload, agents: int, seed: int = 0, max_len: int | N
     first round of its own (as in the paper's section on workloads), so that it shares no block with the
     original. The round's lengths are those of a later round of the same trajectory, drawn with ``seed`` (of a
     single block and one token where there is none); ``max_len`` cuts the lengthened repeats again.
-    Raises ConfigError for fewer than one agent, for an empty workload and for a repeat beyond MAX_CONTEXT.
+    Raises ConfigError for fewer than one agent, for an empty workload, for a repeat beyond MAX_CONTEXT and, before
+    any is made, for more than MAX_REQUESTS.
     """
     if agents < 1:
         raise ConfigError(f"agents {agents}: expected 1 or more")
     originals = _some(workload)
+    requests = _looped_requests(originals, agents)
+    if requests > MAX_REQUESTS:
+        mean = requests / agents
+        raise ConfigError(
+            f"agents {agents}: {requests} requests, {mean:.1f} of an agent: expected at most {MAX_REQUESTS} in a"
+            f" run, about {int(MAX_REQUESTS / mean)} agents"
+        )
     chosen = list(originals[:agents])
     taken = {trajectory.id for trajectory in originals}
     rng = np.random.default_rng([seed, 0xC10])
@@ -420,6 +435,13 @@ def _starting(workload: Workload, trajectories: Sequence[Trajectory], starts: Se
         except ValueError as error:
             raise ConfigError(str(error)) from None
     return msgspec.structs.replace(workload, trajectories=tuple(timed))
+
+
+def _looped_requests(originals: Sequence[Trajectory], agents: int) -> int:
+    """Requests of that many agents, with the first round of each repeat."""
+    rounds, rest = divmod(agents, len(originals))
+    turns = [len(trajectory.turns) for trajectory in originals]
+    return rounds * sum(turns) + sum(turns[:rest]) + max(0, agents - len(originals))
 
 
 def _repeated(original: Trajectory, name: str, prefix_seed: int, rng: np.random.Generator) -> Trajectory:

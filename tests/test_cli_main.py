@@ -12,8 +12,10 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
 
-from emulator.cli import main
+from emulator.cli import _escaped, main
 from emulator.errors import ConfigError, EmulatorError, InvariantBroken
 from topology.errors import TopologyError
 
@@ -125,6 +127,44 @@ def test_no_command_is_one_line() -> None:
     """Without a command: usage, which says where help is."""
     done = _run()
     assert done.exit_code == 2 and "--help" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_group_without_a_command_shows_its_help() -> None:
+    """On standard error, line by line as its --help, and exit 2."""
+    done = _run("trace")
+    assert done.exit_code == 2 and done.stdout == ""
+    assert done.stderr == _run("trace", "--help").stdout
+
+
+@given(st.text())
+def test_whatever_an_error_quotes_it_is_one_line(text: str) -> None:
+    """Control characters, line ends and what no encoding has come out escaped, all else as it is."""
+    shown = _escaped(text)
+    assert shown.isprintable() and len(shown.splitlines()) <= 1
+    assert shown == text or not text.isprintable()
+
+
+@pytest.mark.parametrize(
+    "table", ["[scale]\nkv_bytes = 1000", '[model]\nname = ""', '[model]\ncosts = "a\\u0001b"']
+)
+def test_a_value_that_cannot_be_is_told_with_its_file(table: str, tmp_path: Path) -> None:
+    """What the tables of a file make impossible together names the file, in one line."""
+    path = tmp_path / "mine.toml"
+    path.write_text(f"[cluster]\npe_nodes = 1\nde_nodes = 1\n{table}\n")
+    done = _run("analyze", str(path))
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"emulate: {path}: ") and done.stderr.strip().isprintable()
+
+
+@pytest.mark.parametrize(
+    "argv", [("sim", "1p1d", "--trace", "a\nb"), ("analyze", "{}", "--agents", "1"), ("analyze", "a\nb.toml")]
+)
+def test_names_of_several_lines_are_told_in_one(argv: tuple[str, ...], tmp_path: Path) -> None:
+    """A trace, a key or a file with a line end in its name."""
+    path = tmp_path / "mine.toml"
+    path.write_text('[cluster]\npe_nodes = 1\nde_nodes = 1\n[engine]\n"x\\ny" = 1\n')
+    done = _run(*(arg.format(path) for arg in argv))
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1 and "\\n" in done.stderr
 
 
 def _shell(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:

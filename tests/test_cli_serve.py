@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from emulator.cli import main
+from emulator.models.backend import State
+from emulator.models.digest import DigestBackend
 from emulator.traces import write_native
 from emulator.workload import Workload
 from tests.clusters import conversation
@@ -225,3 +227,35 @@ def test_a_request_that_is_not_served_fails_the_run(tmp_path: Path, small: tuple
     assert done.exit_code == 1, done.output
     run = json.loads(done.stdout)["runs"][0]
     assert run["requests"]["done"] == 0 and run["ttft_s"] is None and run["tokens_equal"] is None
+
+
+def test_a_request_that_no_cluster_holds_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is computed of it, not even by the reference; the others are served and their tokens compared."""
+    path = tmp_path / "long.jsonl"
+    write_native(Workload((conversation("long", (100, 2_000_000)), conversation("b", (130, 4)))), path)
+    computed: list[int] = []
+    token = DigestBackend.token
+
+    def counted(self: DigestBackend, state: State) -> int:
+        computed.append(state.position)
+        return token(self, state)
+
+    monkeypatch.setattr(DigestBackend, "token", counted)
+    done = _run(
+        "sim", "1p1d", "--trace", str(path), "--trace-format", "native", "--json", "--out", str(tmp_path / "o")
+    )
+    assert done.exit_code == 1, done.output
+    run = json.loads(done.stdout)["runs"][0]
+    assert (run["requests"]["done"], run["requests"]["failed"], run["tokens_equal"]) == (1, 1, True)
+    # Each forced token of the one served is computed in the run and by the reference, and its prompt's too.
+    assert len(computed) <= 2 * 5
+    assert _run("verify", str(tmp_path / "o")).exit_code == 0
+
+
+def test_a_name_that_no_cluster_can_have_is_refused_first(tmp_path: Path, small: tuple[str, ...]) -> None:
+    """Before an estimate is made or a directory for the run."""
+    done = _run("run", "1p1d", *small, "--name", "../x", "--out", str(tmp_path / "o"))
+    assert done.exit_code == 2 and done.stderr.startswith("emulate: cluster name '../x'")
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "o").exists()

@@ -11,14 +11,13 @@ import pytest
 
 from emulator import report, rundir, verify
 from emulator.errors import ConfigError, EmulatorError
-from emulator.evidence import expected_tokens
 from emulator.judge import Verdict, judge_virtual
 from emulator.sim import simulate
 from emulator.verify import Evidence
 from emulator.workload import Workload
 
 from .clusters import config as small_config
-from .clusters import conversation
+from .clusters import conversation, expected_tokens
 from .made_run import evidence, finished, replace_node
 from .within import assert_within
 

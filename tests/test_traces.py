@@ -452,7 +452,7 @@ def test_broken_json_of_many_lines_is_named_by_its_line(tmp_path: Path) -> None:
 
 
 def test_duplicate_ids_name_both_places(tmp_path: Path) -> None:
-    """Two sessions, requests or trajectories with one id: the second is named, and the first."""
+    """Two sessions, requests or trajectories with one id, however spelt: the second is named, and the first."""
     for name in ("a.json", "b.json"):
         (tmp_path / name).write_text(json.dumps(_weka([_request(64, [1])])))
     text = _refused(tmp_path, "weka")
@@ -461,6 +461,9 @@ def test_duplicate_ids_name_both_places(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5, "request_id": "r"}\n' * 2)
     assert "trace.jsonl:2: duplicate request_id 'r', first used at" in _refused(path, "mooncake")
+    row = '{"timestamp": 0, "input_length": 5, "output_length": 5, "session_id": %s}\n'
+    path.write_text(row % 1 + row % 1 + row % '"1"')
+    assert "trace.jsonl:3: session_id '1': an earlier row has 1" in _refused(path, "mooncake")
     line = '{"id": "a", "turns": [{"prompt_tokens": 1, "output_tokens": 1}]}\n'
     path.write_text(f'{{"emulate_trace": 1}}\n{line * 2}')
     assert "trace.jsonl:3: duplicate id 'a'" in _refused(path, "native")

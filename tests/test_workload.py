@@ -180,10 +180,27 @@ def test_an_open_loop_is_a_poisson_process() -> None:
     assert starts != [t.turns[0].arrival_s for t in open_loop(workload, 0.5, seed=2).trajectories]
 
 
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 12), st.integers(1, 40))
+def test_a_loop_of_too_many_requests_is_refused_before_any_is_made(
+    turns: list[int], agents: int, limit: int
+) -> None:
+    """Exactly the loops beyond the limit are refused."""
+    load = Workload(tuple(agent(f"a{at}", *[(3, 1)] * count) for at, count in enumerate(turns)))
+    whole = closed_loop(load, agents).requests
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("emulator.workload.MAX_REQUESTS", limit)
+        if whole <= limit:
+            assert closed_loop(load, agents).requests == whole
+        else:
+            with pytest.raises(ConfigError, match=f"agents {agents}: {whole} requests.* at most {limit}"):
+                closed_loop(load, agents)
+
+
 @pytest.mark.parametrize(
     ("act", "said"),
     [
         (lambda w: closed_loop(w, 0), "agents 0"),
+        (lambda w: closed_loop(w, 10**9), "agents 1000000000: 1999999999 requests"),
         (lambda w: open_loop(w, 0.0), "aps 0.0"),
         (lambda w: open_loop(w, float("nan")), "aps nan"),
         (lambda w: open_loop(w, float("inf")), "aps inf"),

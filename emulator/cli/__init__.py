@@ -17,6 +17,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple, NoReturn
 
 import click
+from click.exceptions import NoArgsIsHelpError
 
 from ..errors import EmulatorError
 
@@ -92,6 +93,10 @@ class _Group(click.Group):
         try:
             code = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
             sys.stdout.flush()
+        except NoArgsIsHelpError as error:
+            # A group without a command: its help is the answer, as it was laid out.
+            click.echo(error.format_message(), err=True)
+            sys.exit(error.exit_code)
         except click.ClickException as error:
             _fail(_one_line(error), error.exit_code)
         except (click.Abort, KeyboardInterrupt):
@@ -133,8 +138,13 @@ def _one_line(error: click.ClickException) -> str:
 
 
 def _fail(text: str, code: int) -> NoReturn:
-    click.echo(f"emulate: {text}", err=True)
+    click.echo(f"emulate: {_escaped(text)}", err=True)
     sys.exit(code)
+
+
+def _escaped(text: str) -> str:
+    """One line that a terminal can show: a name, key or path of the user's may hold any character."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _fail_foreign(error: Exception) -> NoReturn:

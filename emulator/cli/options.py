@@ -203,7 +203,12 @@ def load_run(
         if not 0 < dilation < math.inf:
             raise ConfigError(f"--dilation {dilation}: expected a positive, finite number")
         scale = msgspec.structs.replace(scale, dilation=dilation)
-    return run_config(spec, engine, models, scale)
+    try:
+        return run_config(spec, engine, models, scale)
+    except ConfigError as error:
+        if topology in PRESETS or model is not None or kv_bytes is not None:
+            raise
+        raise ConfigError(f"{topology}: {error.text}") from None
 
 
 def load_trace(
